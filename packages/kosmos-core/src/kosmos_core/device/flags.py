@@ -1,0 +1,111 @@
+"""Arrival counters and the abort word.
+
+| word | writer | reader | scope | order | guards |
+|---|---|---|---|---|---|
+| arrival counter | mover, +1 a unit | builder, >= units of the tile row | gpu, or sys when a peer writes | barrier + release / acquire | the rows of that unit |
+| abort word | any workgroup of any rank, max of packed code | every workgroup at entry and in every poll | sys | release / relaxed | nobody waits for the bound after somebody gave up |
+| abort record | first workgroup of a rank that raises | host, after the abort word | sys | plain before the abort word's release | what the exception says |
+
+The publish rule (docs/memory-model.md): stores; drain; barrier; one release. Triton 3.6 to 3.8 emit no barrier
+before a release atomic, so without ours the release of one thread does not cover the stores of the others.
+The consume rule: an acquire whose result is used, then the proxy fence before descriptor loads.
+"""
+
+import triton
+import triton.language as tl
+
+from kosmos_core.device.layout import (
+    ABORT,
+    RAISED,
+    RECORD,
+    RECORD_WORDS,
+    SIGNAL,
+    TIMEOUT,
+)
+from kosmos_core.device.peers import peer_ptr
+from kosmos_core.device.target import clock_ns, drain_stores
+
+
+@triton.jit
+def publish(SCOPE: tl.constexpr, TARGET: tl.constexpr):
+    """What must stand between a workgroup's stores and the release that announces them."""
+    drain_stores(SCOPE, TARGET)
+    tl.debug_barrier()
+
+
+@triton.jit
+def flag_arrive(flag_ptr, SCOPE: tl.constexpr, TARGET: tl.constexpr):
+    """Counts one more unit into an arrival counter, after everything this workgroup stored before."""
+    publish(SCOPE, TARGET)
+    tl.atomic_add(flag_ptr, 1, sem="release", scope=SCOPE)
+
+
+@triton.jit
+def flag_read(flag_ptr, SCOPE: tl.constexpr):
+    """The counter's value; everything counted so far is visible to the workgroup afterwards."""
+    return tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE)
+
+
+@triton.jit
+def is_aborted(signal_ptr):
+    """True once any rank gave up on the workspace."""
+    return tl.atomic_add(signal_ptr + ABORT, 0, sem="relaxed", scope="sys") != 0
+
+
+@triton.jit
+def abort_word(signal_ptr):
+    """The packed abort word: code | raiser << 8 | peer << 16; 0 while nobody gave up."""
+    return tl.atomic_add(signal_ptr + ABORT, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def abort_all(ctx, rank, epoch, code, peer, phase, flag, index, seen, wanted):
+    """Leaves a record on every rank, then sets every rank's abort word. The first to raise on a rank writes."""
+    first = tl.atomic_add(ctx.control_ptr + RAISED, 1, sem="relaxed", scope="gpu") == 0
+    if first:
+        word = code.to(tl.int64) | (rank.to(tl.int64) << 8) | (peer.to(tl.int64) << 16)
+        for r in range(ctx.WORLD):
+            record_ptr = peer_ptr(ctx, SIGNAL, r, tl.int64) + RECORD + rank * RECORD_WORDS
+            tl.store(record_ptr, code.to(tl.int64))
+            tl.store(record_ptr + 1, peer.to(tl.int64))
+            tl.store(record_ptr + 2, phase.to(tl.int64))
+            tl.store(record_ptr + 3, flag.to(tl.int64))
+            tl.store(record_ptr + 4, index.to(tl.int64))
+            tl.store(record_ptr + 5, seen.to(tl.int64))
+            tl.store(record_ptr + 6, wanted.to(tl.int64))
+            tl.store(record_ptr + 7, epoch.to(tl.int64))
+        publish("sys", ctx.TARGET)
+        for r in range(ctx.WORLD):
+            tl.atomic_max(peer_ptr(ctx, SIGNAL, r, tl.int64) + ABORT, word, sem="release", scope="sys")
+
+
+@triton.jit
+def flag_wait(ctx, call, flag_ptr, wanted, peer, index, phase, flag, SCOPE: tl.constexpr):
+    """Waits until an arrival counter reaches `wanted`. Returns 1, or 0 when the call is aborted.
+
+    A wait that outlasts the bound aborts the call on every rank, naming `peer`, `phase` and `flag`.
+    """
+    # 0 waiting, 1 arrived, 2 somebody gave up, 3 the bound is over. One poll only stands in the loop: two are
+    # merged into an irreducible loop by triton 3.6 on AMD.
+    state = tl.full((), 0, tl.int32)
+    seen = tl.full((), 0, tl.int32)
+    begin = tl.full((), 0, tl.int64)
+    while state == 0:
+        seen = flag_read(flag_ptr, SCOPE)
+        if seen >= wanted:
+            state = tl.full((), 1, tl.int32)
+        elif is_aborted(call.signal_ptr):
+            state = tl.full((), 2, tl.int32)
+        else:
+            now = clock_ns(ctx.TARGET)
+            if begin == 0:
+                begin = now
+            elif now - begin > call.bound_ns:
+                state = tl.full((), 3, tl.int32)
+    if state == 3:
+        zero = seen * 0
+        abort_all(
+            ctx, call.rank, call.epoch, zero + TIMEOUT, zero + peer, zero + phase, zero + flag,
+            zero + index, seen, zero + wanted,
+        )  # fmt: skip
+    return (state == 1).to(tl.int32)

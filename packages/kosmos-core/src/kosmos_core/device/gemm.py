@@ -1,0 +1,65 @@
+"""One output tile of a GEMM, accumulated in FP32."""
+
+import triton
+import triton.language as tl
+
+from kosmos_core.device.target import load_tile, store_tile
+
+TN = tl.constexpr(0)  # X [m, k] times W [n, k] transposed
+NN = tl.constexpr(1)  # X [m, k] times W [k, n]
+
+
+@triton.jit
+def gemm_tile(
+    a_view,
+    b_view,
+    chunk,
+    row,
+    col,
+    k_begin,
+    k_end,
+    LAYOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32: rows `row` of chunk `chunk` of A times columns `col` of B over k_begin to k_end.
+
+    No wait may stand inside this loop: the pipeliner hoists its loads above it.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+        a = load_tile(a_view, chunk, row, k, BLOCK_M, BLOCK_K, EVEN_K, TARGET)
+        if LAYOUT == TN:
+            b = load_tile(b_view, 0, col, k, BLOCK_N, BLOCK_K, EVEN_K, TARGET).T
+        else:
+            b = load_tile(b_view, 0, k, col, BLOCK_K, BLOCK_N, EVEN_N, TARGET)
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def store_accumulator(
+    c_view,
+    chunk,
+    row,
+    col,
+    acc,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Rounds an fp32 tile once to bf16 and stores it, in SPLITS column parts (1 or 2) to save shared memory."""
+    if SPLITS == 1:
+        store_tile(c_view, chunk, row, col, acc.to(tl.bfloat16), BLOCK_M, BLOCK_N, TARGET)
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        parts = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1)
+        left, right = parts.split()
+        store_tile(c_view, chunk, row, col, left.to(tl.bfloat16), BLOCK_M, HALF, TARGET)
+        store_tile(c_view, chunk, row, col + HALF, right.to(tl.bfloat16), BLOCK_M, HALF, TARGET)

@@ -1,0 +1,176 @@
+"""What differs between vendors: clock, store drain, proxy fence, and how tiles are loaded and stored.
+
+NVIDIA tiles go through tensor descriptors (pointer loads are 8 % slower there); AMD tiles through pointers
+(descriptors spill there). The CPU executor runs either path.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+NVIDIA = tl.constexpr(0)
+AMD = tl.constexpr(1)
+
+
+class PointerView(NamedTuple):
+    """A stack of row-major matrices, reached by pointers.
+
+    Attributes:
+        ptr: first element.
+        rows: rows of each matrix.
+        cols: columns, also the row stride in elements.
+    """
+
+    ptr: tl.tensor
+    rows: tl.tensor
+    cols: tl.tensor
+
+
+@triton.jit
+def clock_ns(TARGET: tl.constexpr):
+    """Device time in nanoseconds, int64 (AMD counts at 100 MHz)."""
+    if TARGET == AMD:
+        ticks = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
+            "=s",
+            [],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        return ticks * 10
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def drain_stores(SCOPE: tl.constexpr, TARGET: tl.constexpr):
+    """Every store of this workgroup may be announced by a release at SCOPE once a barrier has followed this.
+
+    NVIDIA: descriptor stores have reached memory (triton 3.6 waits only until their source may be reused);
+    plain stores need nothing, a release is cumulative over the barrier. AMD: every wave's stores are written
+    back, with a wait of our own: triton 3.6 omits the one after its write-back when it believes that nothing is
+    outstanding, and the flag may then overtake the data.
+    """
+    if TARGET == NVIDIA:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    if TARGET == AMD:
+        if SCOPE == "sys":
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nbuffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
+                "=v",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nbuffer_wbl2 sc1\ns_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
+                "=v",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def fence_async_proxy(TARGET: tl.constexpr):
+    """Orders acquired data before descriptor loads of it, which go through the async proxy on NVIDIA."""
+    if TARGET == NVIDIA:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;",
+            "=r,r",
+            [tl.arange(0, 256)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def matrix_view(
+    ptr,
+    chunks,
+    rows,
+    cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """A view of [chunks, rows, cols] that loads and stores [BLOCK_ROWS, BLOCK_COLS] tiles.
+
+    The chunk is a dimension of its own, so that a tile ends with its chunk and never touches the next one.
+    """
+    if TARGET == NVIDIA:
+        return tl.make_tensor_descriptor(
+            ptr,
+            [chunks, rows, cols],
+            [rows.to(tl.int64) * cols, cols.to(tl.int64), 1],
+            [1, BLOCK_ROWS, BLOCK_COLS],
+        )
+    else:
+        return PointerView(ptr, rows, cols)
+
+
+@triton.jit
+def load_tile(
+    view,
+    chunk,
+    row,
+    col,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    EVEN_COLS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """[BLOCK_ROWS, BLOCK_COLS] from (chunk, row, col). Columns past the end read 0; rows past it are undefined.
+
+    EVEN_COLS: the columns are a multiple of BLOCK_COLS, so that pointers need no mask.
+    """
+    if TARGET == NVIDIA:
+        return view.load([chunk, row, col]).reshape(BLOCK_ROWS, BLOCK_COLS)
+    else:
+        # Rows past the end read the last row instead of being masked: their results are never stored.
+        rows = tl.minimum(row + tl.arange(0, BLOCK_ROWS), view.rows - 1).to(tl.int64)
+        cols = col + tl.arange(0, BLOCK_COLS)
+        base = view.ptr + view.rows.to(tl.int64) * view.cols * chunk
+        pointers = base + rows[:, None] * view.cols + cols[None, :]
+        if EVEN_COLS:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(cols < view.cols)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(
+    view,
+    chunk,
+    row,
+    col,
+    value,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Writes the part of a [BLOCK_ROWS, BLOCK_COLS] tile that lies inside its chunk."""
+    if TARGET == NVIDIA:
+        view.store([chunk, row, col], value.reshape(1, BLOCK_ROWS, BLOCK_COLS))
+    else:
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        cols = col + tl.arange(0, BLOCK_COLS)
+        base = view.ptr + view.rows.to(tl.int64) * view.cols * chunk
+        inside = (rows < view.rows)[:, None] & (cols < view.cols)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * view.cols + cols[None, :]
+        tl.store(base + offsets, value, mask=inside)

@@ -1,0 +1,1 @@
+"""Kernels of kosmos-core itself: they measure a machine. Nothing in this folder imports torch."""

@@ -1,0 +1,109 @@
+"""Times of calls: events on the device, of each call the slowest rank."""
+
+from __future__ import annotations
+
+import abc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kosmos_core.worlds.base import World
+
+# Device cycles for which the GPU is kept busy while the host queues a timed call, about 0.15 ms.
+HOLD_CYCLES = 300_000
+
+
+class MeasurementError(RuntimeError):
+    """What was to be measured gave wrong results; nothing is written."""
+
+
+class Timer(abc.ABC):
+    """How calls are timed."""
+
+    @abc.abstractmethod
+    def times(
+        self,
+        call: Callable[[], Any],
+        before: Callable[[], Any] | None = None,
+        *,
+        warmup: int,
+        repeats: int,
+    ) -> list[float]:
+        """Milliseconds of each of `repeats` calls on the rank that took longest. Collective.
+
+        Args:
+            call: what is timed.
+            before: runs ahead of each call, untimed.
+            warmup: calls that are not timed.
+            repeats: calls that are.
+        """
+
+    def median(
+        self,
+        call: Callable[[], Any],
+        before: Callable[[], Any] | None = None,
+        *,
+        warmup: int,
+        repeats: int,
+    ) -> float:
+        """The median of `times`, in milliseconds."""
+        return statistics.median(self.times(call, before, warmup=warmup, repeats=repeats))
+
+
+class EventTimer(Timer):
+    """CUDA events. Ranks start each timed call together, and the host is ahead of the GPU by then.
+
+    Args:
+        world: ranks, a GPU each.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._token = torch.zeros(16, device=world.device)
+
+    def times(
+        self,
+        call: Callable[[], Any],
+        before: Callable[[], Any] | None = None,
+        *,
+        warmup: int,
+        repeats: int,
+    ) -> list[float]:
+        self._world.barrier()
+        pairs = []
+        for i in range(warmup + repeats):
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            if before is not None:
+                before()
+            # The collective is the ranks' common start; the wait before it hides what the host takes to queue
+            # it, the call and the events.
+            torch.cuda._sleep(HOLD_CYCLES)
+            if self._world.size > 1:
+                self._world.all_gather_tensor(self._token)
+            begin.record()
+            call()
+            end.record()
+            if i >= warmup:
+                pairs.append((begin, end))
+        self._world.synchronize()
+        own = [begin.elapsed_time(end) for begin, end in pairs]
+        return slowest(self._world, own)
+
+
+def slowest(world: World, times: list[float]) -> list[float]:
+    """Each call's time on the rank that took longest. Collective."""
+    return [max(call) for call in zip(*world.all_gather_object(times), strict=True)]
+
+
+def agree(world: World, fault: str | None) -> None:
+    """Raises on every rank when one of them found a fault. Collective.
+
+    Raises:
+        MeasurementError: with the first rank's fault.
+    """
+    for rank, found in enumerate(world.all_gather_object(fault)):
+        if found is not None:
+            raise MeasurementError(f"rank {rank}: {found}")

@@ -1,0 +1,1 @@
+"""Tools that test kernels; import the submodule you need, this package imports none of them."""

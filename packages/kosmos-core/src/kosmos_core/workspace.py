@@ -1,0 +1,370 @@
+"""A workspace: the memory that the calls of one group share, with the words by which its ranks meet.
+
+Creation, `reset()` and `destroy()` are collective. Epochs live on the device, so that a replayed graph advances
+them; nothing on the host depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from kosmos_core.device import layout
+from kosmos_core.device.barrier import agree_kernel, fault_kernel
+from kosmos_core.device.layout import Context
+from kosmos_core.device.trace import EVENT_WORDS
+from kosmos_core.errors import (
+    PeerError,
+    PeerFaultError,
+    PeerMismatchError,
+    PeerTimeoutError,
+    WorkspaceError,
+)
+from kosmos_core.worlds.base import SymmetricBuffer, World
+
+DEFAULT_TIMEOUT_S = 120.0
+SPLIT_TICKETS = 1024
+_MASK32 = 0xFFFFFFFF
+
+# Reasons of a local fault, as they travel to the peers.
+FAULT_REASONS = {
+    1: "dtype",
+    2: "device",
+    3: "shape",
+    4: "size",
+    5: "workspace",
+    6: "cap",
+    7: "argument",
+    8: "killed",
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named region of symmetric memory.
+
+    Attributes:
+        name: what errors and reports call it.
+        row: its row in the peer table (`device/layout.py`).
+        num_elements: elements a rank and copy.
+        dtype: element type.
+        depth: 2 where the owner refills it before it holds its peers' starts, else 1.
+    """
+
+    name: str
+    row: int
+    num_elements: int
+    dtype: torch.dtype
+    depth: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes a rank."""
+        return self.num_elements * self.depth * self.dtype.itemsize
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def control_sizes(max_tile_rows: int) -> tuple[int, int, int]:
+    """(arrival stride, int32 words of a counter set, int32 words of an arrival set) for so many tile rows a source."""
+    stride = 32
+    while stride < max_tile_rows:
+        stride *= 2
+    granule = int(layout.SET_GRANULE.value)
+    ranks = int(layout.MAX_RANKS.value)
+    counters = int(layout.COUNTERS.value) + ranks * stride + SPLIT_TICKETS
+    return stride, _round_up(counters, granule), _round_up(ranks * stride, granule)
+
+
+def workspace_num_bytes(regions: Sequence[Region], max_tile_rows: int) -> int:
+    """Bytes that a workspace of these regions takes on each rank."""
+    _, set_words, arrival_words = control_sizes(max_tile_rows)
+    control = 4 * (int(layout.HEADER_WORDS.value) + 2 * set_words)
+    shared = 8 * int(layout.SIGNAL_WORDS.value) + 4 * 2 * arrival_words
+    table = 8 * int(layout.NUM_REGIONS.value) * int(layout.MAX_RANKS.value)
+    return control + shared + table + sum(r.num_bytes for r in regions)
+
+
+class Workspace:
+    """Symmetric regions, control words and the peer table of one rank.
+
+    Args:
+        world: where the ranks live; every rank creates its workspace with the same arguments.
+        regions: the op family's regions.
+        max_tile_rows: tile rows a source may have.
+        timeout_s: bound of every wait, in seconds of device time.
+        trace_events: events a workgroup may record in traced calls; 0 allocates no trace buffer.
+        first_epoch: epoch of the first call (tests start near the wrap).
+
+    Raises:
+        WorkspaceError: an argument is out of range.
+        WorldError: memory cannot be shared here.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        regions: Sequence[Region],
+        max_tile_rows: int,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        trace_events: int = 0,
+        first_epoch: int = 1,
+    ) -> None:
+        if not 0.001 <= timeout_s <= 2_000_000:
+            raise WorkspaceError(f"timeout_s: got {timeout_s}, wanted 0.001 to 2000000 seconds")
+        self.world = world
+        self.regions = tuple(regions)
+        self.max_tile_rows = max_tile_rows
+        self.timeout_s = timeout_s
+        self.trace_events = trace_events
+        self.last_op = "none yet"
+        self._first_epoch = first_epoch
+        self._destroyed = False
+        self._error: PeerError | None = None
+        self._last_stream: Any = None
+        stride, self._set_words, self._arrival_words = control_sizes(max_tile_rows)
+        self._stride = stride
+        if world.fused:
+            self._allocate()
+            self.reset()
+
+    # ------------------------------------------------------------------ memory
+
+    def _allocate(self) -> None:
+        w = self.world
+        ranks, rows = int(layout.MAX_RANKS.value), int(layout.NUM_REGIONS.value)
+        self._signal = w.symmetric("signal", int(layout.SIGNAL_WORDS.value), torch.int64)
+        self._arrival = w.symmetric("arrival", 2 * self._arrival_words, torch.int32)
+        self._buffers: dict[int, SymmetricBuffer] = {}
+        for region in self.regions:
+            for copy in range(region.depth):
+                name = region.name if region.depth == 1 else f"{region.name}{copy}"
+                self._buffers[region.row + copy] = w.symmetric(
+                    name, region.num_elements, region.dtype
+                )
+        words = int(layout.HEADER_WORDS.value) + 2 * self._set_words
+        self._control = w.local("control", words, torch.int32)
+        self._status = w.host_visible(1)
+        self._status_view = self._status.numpy()
+        table = torch.zeros(rows, ranks, dtype=torch.int64)
+        everything = {
+            int(layout.SIGNAL.value): self._signal,
+            int(layout.ARRIVAL.value): self._arrival,
+            **self._buffers,
+        }
+        for row, buffer in everything.items():
+            table[row, : w.size] = torch.tensor(buffer.addresses, dtype=torch.int64)
+        self._table = w.local("table", rows * ranks, torch.int64)
+        self._table.copy_(table.flatten())
+        if self.trace_events:
+            row_words = 1 + int(EVENT_WORDS.value) * self.trace_events
+            self.trace_buffer = w.local("trace", w.num_wgs * row_words, torch.int64)
+            self.trace_buffer.zero_()
+        self._contexts = {traced: self._context(traced) for traced in (False, True)}
+
+    def _context(self, traced: bool) -> Context:
+        traced = traced and self.trace_events > 0
+        return Context(
+            self._table,
+            self._control,
+            self._status,
+            self.trace_buffer if traced else self._status,
+            tl.constexpr(self.world.size),
+            tl.constexpr(self._set_words),
+            tl.constexpr(self._arrival_words),
+            tl.constexpr(self._stride),
+            tl.constexpr(self.world.target),
+            tl.constexpr(self.trace_events if traced else 0),
+        )
+
+    def num_bytes(self) -> int:
+        """Bytes that this workspace takes on each rank."""
+        return workspace_num_bytes(self.regions, self.max_tile_rows) if self.world.fused else 0
+
+    def buffer(self, row: int) -> torch.Tensor:
+        """This rank's part of the region in a row of the peer table."""
+        return self._buffers[row].local
+
+    @property
+    def context_key(self) -> tuple[int, ...]:
+        """The constants that code compiled for this workspace depends on."""
+        return (self.world.size, self._set_words, self._arrival_words, self._stride, self.trace_events)
+
+    def context(self, traced: bool = False) -> Context:
+        """What launches on this workspace pass as `ctx`."""
+        return self._contexts[traced]
+
+    # ------------------------------------------------------------------ life
+
+    def reset(self) -> None:
+        """Collective: zeroes every word, fills the start slots, and revives the workspace after an abort."""
+        self.ensure_alive()
+        self._error = None
+        if not self.world.fused:
+            return
+        self.world.synchronize()
+        self.world.barrier()
+        e0 = self._first_epoch
+        self._control.zero_()
+        self._control[int(layout.EPOCH.value)] = _as_int32(e0)
+        self._control[int(layout.RANK.value)] = self.world.rank
+        self._control[int(layout.BOUND_MS.value)] = max(1, min(int(self.timeout_s * 1000), 2**31 - 1))
+        self._arrival.local.zero_()
+        signal = torch.zeros(int(layout.SIGNAL_WORDS.value), dtype=torch.int64)
+        ranks = int(layout.MAX_RANKS.value)
+        # Fresh slots hold the two epochs before the first: never a value that a call waits for.
+        for back in (1, 2):
+            first = int(layout.START.value) + ((e0 - back) & 1) * ranks
+            signal[first : first + ranks] = (e0 - back) & _MASK32
+        self._signal.local.copy_(signal)
+        self._status_view[0] = 0
+        self.world.barrier()
+
+    def destroy(self) -> None:
+        """Collective and idempotent: releases the memory."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if self.world.fused:
+            self.world.synchronize()
+            self.world.barrier()
+            self._buffers.clear()
+            self._contexts.clear()
+            del self._signal, self._arrival, self._control, self._table, self._status
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether `destroy()` has been called."""
+        return self._destroyed
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.destroy()
+
+    def ensure_alive(self) -> None:
+        """Raises WorkspaceError once the workspace is destroyed."""
+        if self._destroyed:
+            raise WorkspaceError("workspace: it is destroyed; create a new one on every rank")
+
+    # ------------------------------------------------------------------ calls
+
+    def begin(self, op: str) -> None:
+        """Before a launch: raises what earlier calls left, keeps calls on different streams in order."""
+        self.ensure_alive()
+        self.check()
+        self.last_op = op
+        stream = self.world.current_stream()
+        if self._last_stream is not None and stream != self._last_stream:
+            self.world.order_after(self._last_stream)
+        self._last_stream = stream
+
+    def check(self) -> None:
+        """Raises if a call on this workspace was given up; costs one read of host memory.
+
+        Raises:
+            PeerTimeoutError: a peer did not come within the bound.
+            PeerMismatchError: the ranks made different calls.
+            PeerFaultError: a peer refused its call.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._destroyed or not self.world.fused or self._status_view[0] == 0:
+            return
+        self._error = self._peer_error(int(self._status_view[0]))
+        raise self._error
+
+    def synchronize(self) -> None:
+        """Waits for this rank's calls and raises what they left."""
+        self.world.synchronize()
+        self.check()
+
+    def fault(self, reason: int, op: str) -> None:
+        """A bad argument was found on this rank: tells every peer, so that nobody waits for this rank's call."""
+        if self._destroyed or not self.world.fused or self.world.size == 1:
+            return
+        self.last_op = op
+        code = int(layout.FAULT.value)
+        args = (self.context(), code, reason)
+        self.world.launch(fault_kernel, 1, args, ("fault", code, reason), num_warps=8, num_stages=1)
+
+    def agree(self, op: str, call_hash: int) -> None:
+        """Waits until every rank has made this same call; what a declined call does before the reference path.
+
+        Synchronizes: the host, except while a graph is captured.
+        """
+        self.begin(op)
+        if self.world.size == 1 or not self.world.fused:
+            return
+        args = (self.context(), call_hash)
+        self.world.launch(agree_kernel, 1, args, ("agree", self._stride), num_warps=8, num_stages=1)
+        if not self.world.is_capturing():
+            self.synchronize()
+
+    # ------------------------------------------------------------------ errors
+
+    def _peer_error(self, word: int) -> PeerError:
+        code, raiser, peer = word & 0xFF, (word >> 8) & 0xFF, (word >> 16) & 0xFF
+        words = int(layout.RECORD_WORDS.value)
+        first = int(layout.RECORD.value) + raiser * words
+        signal = self._signal.local.cpu()
+        record = [int(v) for v in signal[first : first + words]]
+        phase = layout.PHASE_NAMES.get(record[2], "?")
+        flag = layout.FLAG_NAMES.get(record[3], "?")
+        index, seen, wanted = record[4], record[5], record[6]
+        rank = self.world.rank
+        kinds: dict[int, tuple[type[PeerError], str]] = {
+            int(layout.TIMEOUT.value): (
+                PeerTimeoutError,
+                f"rank {raiser} waited {self.timeout_s:g} s for rank {peer}: "
+                f"{flag} {index} was {seen}, wanted {wanted} (phase {phase})",
+            ),
+            int(layout.MISMATCH.value): (
+                PeerMismatchError,
+                f"rank {peer} made another call than rank {raiser} "
+                f"(operation, shape, dtype or plan differ): {flag} {index} was {seen:#x}, "
+                f"wanted {wanted:#x} (phase {phase}){self._odd_one_out(signal)}",
+            ),
+            int(layout.FAULT.value): (
+                PeerFaultError,
+                f"rank {raiser} refused its call before launch: bad {FAULT_REASONS.get(seen, 'argument')}",
+            ),
+        }
+        kind, text = kinds[code]
+        message = (
+            f"rank {rank} of {self.world.size}, last call {self.last_op}: {text}. Outputs of this and later "
+            "calls are NaN; call reset() on every rank to go on"
+        )
+        return kind(
+            message, rank=rank, raised_by=raiser, peer=peer, op=self.last_op, phase=phase, flag=flag,
+            index=index, seen=seen, wanted=wanted,
+        )  # fmt: skip
+
+    def _odd_one_out(self, signal: torch.Tensor) -> str:
+        """Names the minority where three or more ranks show a start word of the same epoch."""
+        ranks = int(layout.MAX_RANKS.value)
+        epoch = int(self._control[int(layout.EPOCH.value)].cpu()) & _MASK32
+        for e in (epoch, (epoch - 1) & _MASK32):
+            first = int(layout.START.value) + (e & 1) * ranks
+            words = {p: int(signal[first + p]) for p in range(self.world.size) if p != self.world.rank}
+            hashes = {p: v >> 32 for p, v in words.items() if v & _MASK32 == e}
+            groups: dict[int, list[int]] = {}
+            for p, h in hashes.items():
+                groups.setdefault(h, []).append(p)
+            if len(groups) == 2:
+                small, large = sorted(groups.values(), key=len)
+                if len(small) < len(large):
+                    return f"; of its peers, {small} differ from {large}"
+        return ""
+
+
+def _as_int32(value: int) -> int:
+    return ((value + 2**31) & _MASK32) - 2**31

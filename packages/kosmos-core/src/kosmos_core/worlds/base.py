@@ -1,0 +1,153 @@
+"""What every world offers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kosmos_core.errors import WorldError
+
+MAX_WORLD_SIZE = 8
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """Memory that every rank has and every rank can address.
+
+    Attributes:
+        name: what error messages call it.
+        local: this rank's part, 1-D.
+        addresses: address of the buffer on every rank, as this rank's kernels see it.
+        handle: keeps the mapping of the peers' memory alive.
+    """
+
+    name: str
+    local: torch.Tensor
+    addresses: tuple[int, ...]
+    handle: Any = None
+
+
+class World(abc.ABC):
+    """The ranks of one group: size, own rank, memory, launches, and host collectives.
+
+    Attributes:
+        size: number of ranks, 1 to 8.
+        fused: whether fused kernels run here; False in the reference world.
+        why_not_fused: the reason when they do not.
+        target: vendor constant of `kosmos_core.device.target`.
+        machine: name of the machine model that plans are made for.
+    """
+
+    size: int
+    fused: bool = True
+    why_not_fused: str = ""
+    target: int = 0
+    machine: str = ""
+
+    def __init__(self, size: int) -> None:
+        if not 1 <= size <= MAX_WORLD_SIZE:
+            raise WorldError(
+                f"world size: got {size}, wanted 1 to {MAX_WORLD_SIZE}; use a subgroup of the node"
+            )
+        self.size = size
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This rank within the group (of the calling thread, where ranks are virtual)."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Device of this rank's ordinary tensors."""
+
+    @property
+    @abc.abstractmethod
+    def num_wgs(self) -> int:
+        """Workgroups that are certain to be resident at once on this rank, reserved SMs taken off."""
+
+    @abc.abstractmethod
+    def symmetric(self, name: str, num_elements: int, dtype: torch.dtype) -> SymmetricBuffer:
+        """Allocates uninitialised symmetric memory. Collective: same order and sizes on every rank."""
+
+    @abc.abstractmethod
+    def local(self, name: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of this rank that kernels use."""
+
+    @abc.abstractmethod
+    def host_visible(self, num_words: int) -> torch.Tensor:
+        """Zeroed int64 words that kernels write and the host reads without a copy."""
+
+    @abc.abstractmethod
+    def launch(
+        self,
+        kernel: Any,
+        num_wgs: int,
+        args: Sequence[Any],
+        key: Hashable,
+        *,
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        """Launches `num_wgs` workgroups on this rank's current stream.
+
+        Args:
+            kernel: a `@triton.jit` function.
+            num_wgs: workgroups of the grid.
+            args: positional arguments; structs are NamedTuples.
+            key: everything that the compiled code depends on besides the kernel; equal keys share it.
+            num_warps: warps of a workgroup.
+            num_stages: depth of the software pipeline.
+        """
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Host barrier over the group."""
+
+    @abc.abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. For set-up, never on a hot path."""
+
+    @abc.abstractmethod
+    def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] of every rank, stacked in rank order: the plain collective of the reference path."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Waits until everything this rank launched has ended."""
+
+    def order_after(self, stream: Any) -> None:
+        """Makes the current stream wait for all that `stream` holds; nothing to do where launches block."""
+        return
+
+    def current_stream(self) -> Any:
+        """Identifies the stream that the next launch goes to."""
+        return 0
+
+    def is_capturing(self) -> bool:
+        """Whether launches are being captured into a graph rather than run."""
+        return False
+
+    def spmd(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Runs `fn(rank, *args)` for every virtual rank and returns their results in rank order."""
+        raise WorldError(
+            f"spmd: {type(self).__name__} has real ranks; start one process a rank (torchrun) instead"
+        )
+
+    def close(self) -> None:
+        """Releases what the world holds. Idempotent."""
+        return
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        """How the command line names this world."""
+        return f"{type(self).__name__}({self.size})"

@@ -1,0 +1,139 @@
+"""One process a GPU: symmetric memory of torch.distributed, launches on the current stream."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kosmos_core.device_info import machine_name, num_sms, vendor_target
+from kosmos_core.errors import WorldError
+from kosmos_core.launch import LAUNCHER
+from kosmos_core.worlds.base import SymmetricBuffer, World
+
+# What NCCL may hold when other groups communicate at the same time: its own upper limit of CTAs a collective.
+NCCL_MAX_CTAS = 32
+
+
+class GroupWorld(World):
+    """Ranks of a `torch.distributed` group on one node, a GPU each.
+
+    Args:
+        group: process group; the default group when None. Any subgroup of a node will do.
+        reserve_sms: SMs left to others; None takes what NCCL may hold when other groups exist.
+
+    Raises:
+        WorldError: torch.distributed is not initialised, or a rank of the group cannot be reached.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, reserve_sms: int | None = None
+    ) -> None:
+        if not dist.is_initialized():
+            raise WorldError(
+                "group: torch.distributed is not initialised; call init_process_group first "
+                "(start with torchrun)"
+            )
+        self._group = group if group is not None else dist.group.WORLD
+        super().__init__(dist.get_world_size(self._group))
+        self._rank = dist.get_rank(self._group)
+        if self._rank < 0:
+            raise WorldError("group: this process is not a member of the group")
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.target = vendor_target()
+        self.machine = machine_name(self._device)
+        if reserve_sms is None:
+            reserve_sms = self._default_reserve()
+        if reserve_sms < 0:
+            raise WorldError(f"reserve_sms: got {reserve_sms}, wanted 0 or more")
+        self._num_wgs = num_sms(self._device) - reserve_sms
+        self._last_stream: int | None = None
+
+    def _default_reserve(self) -> int:
+        others = len(dist.distributed_c10d._world.pg_map) - 1
+        if self._group is not dist.group.WORLD:
+            others -= 1
+        return int(os.environ.get("NCCL_MAX_CTAS", NCCL_MAX_CTAS)) if others > 0 else 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def num_wgs(self) -> int:
+        return self._num_wgs
+
+    def symmetric(self, name: str, num_elements: int, dtype: torch.dtype) -> SymmetricBuffer:
+        if self.size == 1:
+            t = torch.empty(num_elements, dtype=dtype, device=self._device)
+            return SymmetricBuffer(name, t, (t.data_ptr(),))
+        import torch.distributed._symmetric_memory as symm_mem
+
+        t = symm_mem.empty(num_elements, dtype=dtype, device=self._device)
+        handle = symm_mem.rendezvous(t, self._group)
+        return SymmetricBuffer(name, t, tuple(int(p) for p in handle.buffer_ptrs), handle)
+
+    def local(self, name: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_elements, dtype=dtype, device=self._device)
+
+    def host_visible(self, num_words: int) -> torch.Tensor:
+        return torch.zeros(num_words, dtype=torch.int64).pin_memory()
+
+    def launch(
+        self,
+        kernel: Any,
+        num_wgs: int,
+        args: Sequence[Any],
+        key: Hashable,
+        *,
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        LAUNCHER.launch(
+            kernel, num_wgs, args, key, self._device.index, stream, num_warps, num_stages
+        )
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._group, device_ids=[self._device.index])
+        torch.cuda.synchronize(self._device)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self._group)
+        return out
+
+    def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0] * self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+        return out
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def current_stream(self) -> Any:
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
+
+    def order_after(self, stream: Any) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(stream, device=self._device))
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def describe(self) -> str:
+        return "group"

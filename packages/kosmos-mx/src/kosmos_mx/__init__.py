@@ -1,0 +1,13 @@
+"""MXFP8: formats, quantised tensors and the device functions that the kernels call for them.
+
+Nothing is in this package yet: it holds its name and its version.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["__version__"]
+
+try:
+    __version__ = version("kosmos-mx")
+except PackageNotFoundError:  # run from a source tree that is on the path but not installed
+    __version__ = "0+source"

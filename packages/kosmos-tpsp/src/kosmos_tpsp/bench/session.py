@@ -1,0 +1,142 @@
+"""A benchmark run from rank to report: the group, the workspaces, every case, the host's cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kosmos_core.testing.bench import EventTimer, environment, host_microseconds
+from kosmos_core.worlds import World, group_world
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from kosmos_tpsp.bench.cases import Case
+from kosmos_tpsp.bench.peak import transport_peaks
+from kosmos_tpsp.bench.report import console, summary
+from kosmos_tpsp.bench.results import Report, Row
+from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
+from kosmos_tpsp.bench.variants import Rig
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+# A stuck kernel should end a benchmark soon, not after the production bound.
+TIMEOUT_S = 20.0
+# Small enough that the host, not the GPU, sets the pace.
+HOST_SHAPE = (512, 256, 1024)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """The default group of this process on a GPU of its own: torchrun's, else a group of one."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", torch.cuda.current_device())
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def group_rig(cases: Sequence[Case], choices: AgGemmOptions) -> Iterator[Rig]:
+    """A rig over the default process group, its workspaces large enough for all. Collective."""
+    # The groups of one below never communicate: no SMs need to be kept free for them.
+    world = group_world(reserve_sms=0)
+    mine = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    solo_world = group_world(mine, reserve_sms=0)
+    tokens = max(HOST_SHAPE[0], *(c.m for c in cases))
+    features = max(HOST_SHAPE[2], *(c.k for c in cases))
+    timer = EventTimer(world)
+    workspace = TpSpWorkspace(world, tokens, features, timeout_s=TIMEOUT_S)
+    solo = TpSpWorkspace(solo_world, tokens, features, timeout_s=TIMEOUT_S)
+    with workspace, solo:
+        peaks = transport_peaks(world, workspace.machine, timer)
+        yield Rig(world, workspace, timer, choices, solo, peaks)
+
+
+def run(
+    rig: Rig,
+    cases: Sequence[Case],
+    order_cases: Sequence[Case],
+    settings: Settings,
+    *,
+    sweep: bool,
+    described: dict[str, Any],
+) -> Report:
+    """Measures all cases. Collective, and the report is the same on every rank.
+
+    Args:
+        rig: what to measure with.
+        cases: shapes to measure against everything.
+        order_cases: shapes of the queue-order ablation.
+        settings: how long; every case gets a seed of its own.
+        sweep: also two-way switching and fixed splits.
+        described: what else the report should say about how it was measured.
+    """
+    rows: list[Row] = []
+    with _progress(rig.world) as bar:
+        task = bar.add_task("", total=len(cases) + len(order_cases))
+
+        def show(name: str, case: Case) -> None:
+            bar.update(task, description=f"{case.name} {name}")
+
+        for i, case in enumerate((*cases, *order_cases)):
+            show("checks", case)
+            varied, advance = replace(settings, seed=settings.seed + i), partial(show, case=case)
+            if i < len(cases):
+                row = measure(rig, case, varied, sweep=sweep, advance=advance)
+            else:
+                row = measure_orders(rig, case, varied, advance=advance)
+            rows.append(row)
+            bar.console.print(summary(row), markup=False)
+            bar.advance(task)
+        show("host cost of a call", case)
+        host_us = host_cost(rig)
+    return Report(
+        tuple(rows[: len(cases)]),
+        tuple(rows[len(cases) :]),
+        host_us,
+        rig.peak_gbps,
+        {**described, **asdict(settings), "sweep": sweep},
+        environment(rig.world),
+    )
+
+
+def host_cost(rig: Rig) -> dict[str, float]:
+    """Host microseconds of a warm call under no_grad on the slowest rank, by entry point."""
+    m, n, k = HOST_SHAPE
+    device = rig.world.device
+    x = torch.randn(m // rig.world.size, k, device=device).bfloat16()
+    w = torch.randn(n, k, device=device).bfloat16()
+    options = replace(rig.choices, layout="tn", force=True)
+    with torch.no_grad():
+        mine = host_microseconds(lambda: ag_gemm(x, w, rig.workspace, options=options), rig.world)
+    return {"ag_gemm": max(rig.world.all_gather_object(mine))}
+
+
+def _progress(world: World) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<40}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        disable=world.rank != 0,
+    )

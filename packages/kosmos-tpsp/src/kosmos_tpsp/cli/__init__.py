@@ -1,0 +1,1 @@
+"""Command line of the TP+SP operations; `python -m kosmos_tpsp` lists the commands."""

@@ -1,0 +1,130 @@
+"""``python -m kosmos_tpsp bench ag_gemm``: fused calls against everything they compete with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+from kosmos_core.errors import KosmosError
+
+from kosmos_tpsp.bench.cases import Case, order_cases, parse_cases
+from kosmos_tpsp.bench.figure import draw
+from kosmos_tpsp.bench.report import console, print_report
+from kosmos_tpsp.bench.results import Report
+from kosmos_tpsp.bench.runner import Settings
+from kosmos_tpsp.bench.session import group_rig, process_group, run
+from kosmos_tpsp.ops.ag_gemm import ORDERS, POLICIES, TRANSPORTS, AgGemmOptions
+
+QUICK = Settings(rounds=1, warmup=3, calls=8)
+DEFAULT_SHAPES = "llama3"
+OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+@click.command()
+@click.argument("op", metavar="OP", type=click.Choice(("ag_gemm",)))
+@click.option(
+    "--shapes",
+    help="llama3, names of its shapes (8B-FC1-MBS1) or m,n,k; semicolons between.  "
+    "[default: llama3, none with --order-ablation]",
+)
+@click.option("--layout", default="tn", show_default=True, type=click.Choice(("tn", "nn")))
+@click.option("--policy", default="one_way", show_default=True, type=click.Choice(tuple(POLICIES)))
+@click.option("--order", default="local_first", show_default=True, type=click.Choice(tuple(ORDERS)))
+@click.option("--transport", type=click.Choice(tuple(TRANSPORTS)), help="[default: by the rules]")
+@click.option("--sweep", is_flag=True, help="Also two-way switching and fixed splits.")
+@click.option("--order-ablation", is_flag=True, help="The three queue orders, both layouts.")
+@click.option("--rounds", type=click.IntRange(1), help="[default: 3]")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--quick", is_flag=True, help="One short round: for a look, not for a record.")
+@click.option("--json", "json_path", type=OUTPUT, help="Write everything measured.")
+@click.option("--png", "png_path", type=OUTPUT, help="Draw it.")
+def bench(
+    op: str,
+    shapes: str | None,
+    layout: str,
+    policy: str,
+    order: str,
+    transport: str | None,
+    sweep: bool,
+    order_ablation: bool,
+    rounds: int | None,
+    seed: int,
+    quick: bool,
+    json_path: Path | None,
+    png_path: Path | None,
+) -> int:
+    """Time OP (ag_gemm) on the GPUs of this group; start it with torchrun.
+
+    Exit status: 0; 1 if an output was wrong or a rank gave up; 2 for bad arguments.
+    """
+    cases, ordered = _cases(shapes, layout, order_ablation)
+    _check_outputs(json_path, png_path)
+    if not torch.cuda.is_available():
+        raise click.UsageError(
+            "bench: no GPU is visible; it measures GPUs (demo and check run anywhere)"
+        )
+    settings = replace(QUICK if quick else Settings(), seed=seed)
+    if rounds is not None:
+        settings = replace(settings, rounds=rounds)
+    choices = AgGemmOptions(policy=policy, order=order, transport=transport, layout=layout)
+    described = {
+        "op": op, "command": _command(), "policy": policy, "order": order, "transport": transport,
+        "quick": quick,
+    }  # fmt: skip
+    try:
+        with process_group(), group_rig([*cases, *ordered], choices) as rig:
+            report = run(rig, cases, ordered, settings, sweep=sweep, described=described)
+            first = dist.get_rank() == 0
+    except KosmosError as error:
+        click.echo(f"bench: {error}", err=True)
+        return 1
+    if first:
+        publish(report, json_path, png_path)
+    return 1 if report.wrong else 0
+
+
+def publish(report: Report, json_path: Path | None, png_path: Path | None) -> None:
+    """Prints the report and writes its files; the picture only when every output was right."""
+    screen = console()
+    print_report(report, screen)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        screen.print(f"wrote {json_path}", markup=False, soft_wrap=True)
+    if png_path is not None and not report.wrong:
+        draw(report, png_path)
+        screen.print(f"wrote {png_path}", markup=False, soft_wrap=True)
+
+
+def _cases(shapes: str | None, layout: str, ablation: bool) -> tuple[list[Case], list[Case]]:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if shapes is None and not ablation:
+        shapes = DEFAULT_SHAPES
+    try:
+        return (
+            [] if shapes is None else parse_cases(shapes, layout, ranks),
+            order_cases() if ablation else [],
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    """Refuses, before minutes are spent, what could not be written after them."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise click.UsageError(f"{path}: its folder does not exist; create it first")
+
+
+def _command() -> str:
+    """The command line, without this machine's folders."""
+    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
+    ranks = os.environ.get("WORLD_SIZE")
+    start = ["python"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
+    return shlex.join([*start, "-m", "kosmos_tpsp", *arguments])

@@ -1,0 +1,158 @@
+"""Calls that the checks make: shapes, random operands, what they must give, and verdicts."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+
+# Unit roundoff of bf16 is 2**-8 = 3.9e-3: one rounding of an exact sum stays below it, element by
+# element and so in every norm. FP32 accumulation adds less than 1e-5 of a row's norm.
+TOLERANCE = 4e-3
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call.
+
+    Attributes:
+        m: gathered rows over all ranks.
+        n: columns of the output.
+        k: width of a gathered row.
+        data: which random operands; equal numbers give equal operands.
+        options: choices of the call, the same on all ranks but for the cap.
+    """
+
+    m: int
+    n: int
+    k: int
+    data: int = 0
+    options: AgGemmOptions = field(default_factory=AgGemmOptions)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(m, n, k)."""
+        return self.m, self.n, self.k
+
+    def remote_bytes(self, size: int) -> int:
+        """Bytes of gathered rows that cross ranks, into and out of each one."""
+        return (size - 1) * (self.m // size) * self.k * 2
+
+    def __str__(self) -> str:
+        o = self.options
+        return f"ag_gemm {o.layout} m={self.m} n={self.n} k={self.k} {o.policy} {o.order}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one call gave on one rank.
+
+    Attributes:
+        call: the call.
+        rank: the rank.
+        path: "fused" or "reference".
+        transport: what the plan chose.
+        launches: kernels launched.
+        remote_bytes: gathered rows moved by this rank's kernels, measured; None where it cannot be.
+        rel_err: ||out - reference|| / ||reference||, reference in FP64.
+        repeated: whether an earlier call on the same operands gave the same bits; None: no such.
+        problem: what is wrong, "" if nothing is.
+    """
+
+    call: Call
+    rank: int
+    path: str
+    transport: str
+    launches: int
+    remote_bytes: int | None
+    rel_err: float
+    repeated: bool | None
+    problem: str
+
+
+class Operands:
+    """Random operands by seed: every rank can make every rank's, so no exchange is needed.
+
+    Args:
+        seed: of all operands.
+        size: number of ranks.
+        device: where they live; equal devices draw equal numbers.
+    """
+
+    def __init__(self, seed: int, size: int, device: torch.device) -> None:
+        self._seed = seed
+        self._size = size
+        self._device = device
+
+    def _draw(self, shape: tuple[int, int], *name: object) -> torch.Tensor:
+        generator = torch.Generator(self._device)
+        generator.manual_seed(zlib.crc32(repr((self._seed, *name, shape)).encode()))
+        drawn = torch.randn(shape, generator=generator, device=self._device)
+        return drawn.to(torch.bfloat16)
+
+    def x(self, call: Call, rank: int) -> torch.Tensor:
+        """[m / size, k] bf16, rows of `rank`."""
+        return self._draw((call.m // self._size, call.k), "x", call.data, rank)
+
+    def w(self, call: Call, rank: int) -> torch.Tensor:
+        """[n, k] (layout "tn") or [k, n] ("nn") bf16."""
+        tn = call.options.layout == "tn"
+        shape = (call.n, call.k) if tn else (call.k, call.n)
+        return self._draw(shape, "w", call.data, rank)
+
+    def gathered(self, call: Call) -> torch.Tensor:
+        """[m, k] bf16."""
+        return torch.cat([self.x(call, rank) for rank in range(self._size)])
+
+    def product(self, call: Call, rank: int) -> torch.Tensor:
+        """[m, n] float64, what `rank` must compute."""
+        w = self.w(call, rank).double()
+        return self.gathered(call).double() @ (w.t() if call.options.layout == "tn" else w)
+
+
+def compare(out: torch.Tensor, wanted: torch.Tensor) -> tuple[float, str]:
+    """Relative error in the Frobenius norm, and what is wrong with the worst row ("" if nothing).
+
+    Args:
+        out: [m, n] bf16.
+        wanted: [m, n] float64.
+    """
+    if out.shape != wanted.shape:
+        return float("inf"), f"shape {tuple(out.shape)} instead of {tuple(wanted.shape)}"
+    if wanted.numel() == 0:
+        return 0.0, ""
+    difference = out.double() - wanted
+    tiny = torch.finfo(torch.float64).tiny
+    rows = difference.norm(dim=1) / wanted.norm(dim=1).clamp_min(tiny)
+    # A row with a NaN must count as the worst.
+    rows = rows.nan_to_num(nan=float("inf"))
+    row = int(rows.argmax())
+    worst = float(rows[row])
+    total = float((difference.norm() / wanted.norm().clamp_min(tiny)).nan_to_num(nan=float("inf")))
+    if worst > TOLERANCE or total > TOLERANCE:
+        count = int((rows > TOLERANCE).sum())
+        return total, f"{count} of {len(rows)} rows wrong, row {row} by {worst:.3g}"
+    return total, ""
+
+
+class Ledger:
+    """First output of each key, to compare later ones with bit by bit."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, torch.Tensor] = {}
+
+    def repeats(self, key: object, out: torch.Tensor) -> bool | None:
+        """Whether `out` has the bits of the first output of `key`; None for the first one."""
+        first = self._first.get(key)
+        if first is None:
+            self._first[key] = out.clone()
+            return None
+        return same_bits(first, out)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two bf16 tensors are equal bit by bit (NaN included)."""
+    return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))

@@ -1,0 +1,27 @@
+"""What `check` runs: the wanted shape and shapes derived from it, interleaved in one workspace."""
+
+from __future__ import annotations
+
+from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+
+# Rows of this many bf16 elements are 16-byte aligned, as the fused path needs.
+ALIGNED = 8
+
+
+def _odd_multiple(value: int) -> int:
+    """An odd multiple of `ALIGNED`, at most `value` where that is possible: no tile divides it."""
+    return ((value // ALIGNED - 1) | 1) * ALIGNED if value >= 2 * ALIGNED else ALIGNED
+
+
+def shapes(m: int, n: int, k: int, size: int) -> list[tuple[int, int, int]]:
+    """The shape, an odd one of about two thirds of it in each dimension, and one row a rank."""
+    rows = (m // size * 2 // 3) | 1
+    odd = (rows * size, _odd_multiple(n * 2 // 3), _odd_multiple(k * 2 // 3))
+    return list(dict.fromkeys([(m, n, k), odd, (size, ALIGNED, ALIGNED)]))
+
+
+def sequence(wanted: list[tuple[int, int, int]], calls: int, options: AgGemmOptions) -> list[Call]:
+    """Every shape `calls` times on fresh data, by turns, then each again on its first data."""
+    fresh = [Call(*shape, data, options) for data in range(calls) for shape in wanted]
+    return fresh + [Call(*shape, 0, options) for shape in wanted[::-1]]

@@ -1,0 +1,71 @@
+"""`check`: a fused operation against FP64 on any world, with every check that the world has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+OPS = ("ag_gemm",)
+
+
+@click.command()
+@click.argument("op", type=click.Choice(OPS), default=OPS[0])
+@click.option(
+    "--world", default="cpu:4", show_default=True, help="cpu:N, gpu:N, or group (under torchrun)."
+)
+@click.option(
+    "--m", default=384, show_default=True, help="Gathered rows over all ranks, 0 or more."
+)
+@click.option("--n", default=200, show_default=True, help="Columns of each rank's output.")
+@click.option("--k", default=128, show_default=True, help="Width of a gathered row.")
+@click.option("--layout", type=click.Choice(("tn", "nn")), default="tn", show_default=True)
+@click.option(
+    "--policy",
+    type=click.Choice(("one_way", "two_way", "fixed", "serial")),
+    default="one_way",
+    show_default=True,
+)
+@click.option(
+    "--order",
+    type=click.Choice(("local_first", "chunk_major", "naive")),
+    default="local_first",
+    show_default=True,
+)
+@click.option("--transport", type=click.Choice(("pull", "push")), help="[default: the plan's]")
+@click.option("--cap", type=int, help="Most workgroups a rank, at least 2.  [default: all]")
+@click.option("--seed", default=0, show_default=True, help="Of the data and of the schedules.")
+@click.option("--schedules", type=int, help="Schedules to run.  [default: 3 on cpu:N, else 1]")
+@click.option("--calls", default=2, show_default=True, help="Calls a shape on fresh data.")
+@click.option("--delay", is_flag=True, help="Hold ranks or workgroups back at random.")
+@click.option("--kill-rank", type=int, help="This rank fails in its host code before a call.")
+@click.option(
+    "--plant", metavar="NAME", help="Show how a planted defect is caught; 'list' lists them."
+)
+@click.option("--allow-decline", is_flag=True, help="A call on the reference path passes too.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
+def check(plant: str | None, as_json: bool, **choices: Any) -> int:
+    """Run OP on random data, in changing shapes on one workspace, against FP64.
+
+    Exit status: 0 all passed; 1 a case failed, or the planted defect was caught; 2 bad arguments.
+    """
+    # Imported here: help and bad arguments need neither torch nor triton.
+    from kosmos_tpsp.cli.request import Request
+
+    request = Request(**choices)
+    if plant is not None:
+        from kosmos_tpsp.cli.show_plant import show_plant
+
+        return show_plant(plant, request, as_json)
+    from kosmos_tpsp.cli.checking import run_request
+
+    report, prints = run_request(request)
+    if prints:
+        if as_json:
+            click.echo(report.to_json())
+        else:
+            for case in report.cases:
+                click.echo(str(case))
+        for problem in report.problems:
+            click.echo(problem, err=True)
+    return 0 if report.passed else 1

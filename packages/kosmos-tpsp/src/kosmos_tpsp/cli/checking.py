@@ -1,0 +1,150 @@
+"""Runs what `check` is asked for, world by world."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import click
+import torch
+import torch.distributed as dist
+from kosmos_core.errors import WorldError
+from kosmos_core.worlds import World, gpu_world, group_world
+
+from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.cases import sequence, shapes
+from kosmos_tpsp.cli.killed import check_killed_rank
+from kosmos_tpsp.cli.report import Report, case_of
+from kosmos_tpsp.cli.request import Request
+from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu, run_on_devices
+from kosmos_tpsp.cli.schedules import DELAYS, POLICIES, Schedule
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+
+# Workgroups of a rank on the executor, more only where the cap asks for more.
+CPU_WGS = 4
+# A schedule that repeats an earlier one is drawn again: so many draws for each that is wanted.
+MAX_DRAWS = 4
+# Bound of every wait on devices: far beyond any delay, and a hang ends the command soon.
+TIMEOUT_S = 30.0
+# Longest sleep of a rank that is held back, in cycles: a few milliseconds.
+MAX_SLEEP = 1 << 23
+
+
+def options_of(request: Request) -> AgGemmOptions:
+    """The choices of every call. Only where declines are allowed may speed be a reason."""
+    return AgGemmOptions(
+        layout=request.layout,
+        policy=request.policy,
+        order=request.order,
+        transport=request.transport,
+        cap=request.cap,
+        force=not request.allow_decline,
+    )
+
+
+def run_request(request: Request) -> tuple[Report, bool]:
+    """The report, and whether this process is the one that prints it.
+
+    Raises:
+        click.UsageError: the world cannot be made here.
+    """
+    options = options_of(request)
+    if request.kind == "cpu":
+        if request.kill_rank is not None:
+            return check_killed_rank(request, options, None), True
+        return _summary(request, options, _cpu_runs(request, options)), True
+    with _open_world(request) as (world, prints):
+        if request.kill_rank is not None:
+            return check_killed_rank(request, options, world), prints
+        runs = []
+        rig = _rig(request, options)
+        for _ in range(request.num_schedules):
+            rig = replace(rig, progress={}, delay=_sleeper(request, world))
+            runs.append(run_on_devices(world, rig))
+        return _summary(request, options, runs), prints
+
+
+def _rig(request: Request, options: AgGemmOptions) -> Rig:
+    wanted = shapes(request.m, request.n, request.k, request.size)
+    calls = sequence(wanted, request.calls, options)
+    return Rig(calls, seed=request.seed, timeout_s=TIMEOUT_S)
+
+
+def _cpu_runs(request: Request, options: AgGemmOptions) -> list[Run]:
+    """As many distinct schedules as wanted, each of a seed of its own."""
+    rig = _rig(request, options)
+    wgs = max(CPU_WGS, request.cap or 0)
+    policies = DELAYS if request.delay else POLICIES
+    runs: dict[str, Run] = {}
+    for i in range(MAX_DRAWS * request.num_schedules):
+        schedule = Schedule.draw(request.seed + i, request.size, wgs, policies)
+        rig = replace(rig, progress={})
+        run = run_on_cpu(request.size, rig, schedule, wgs=wgs)
+        run.replay = _replay(request, schedule)
+        runs.setdefault(run.schedule_hash, run)
+        if len(runs) == request.num_schedules:
+            break
+    return list(runs.values())
+
+
+def _replay(request: Request, schedule: Schedule) -> str:
+    words = ["python -m kosmos_tpsp check", request.op, f"--world {request.world}"]
+    for name in ("m", "n", "k", "layout", "policy", "order", "transport", "cap", "calls"):
+        value = getattr(request, name)
+        words += [] if value is None else [f"--{name} {value}"]
+    words += ["--delay"] if request.delay else []
+    words += ["--allow-decline"] if request.allow_decline else []
+    return " ".join([*words, f"--seed {schedule.seed} --schedules 1"])
+
+
+def _summary(request: Request, options: AgGemmOptions, runs: list[Run]) -> Report:
+    report = Report()
+    for shape in shapes(request.m, request.n, request.k, request.size):
+        call = Call(*shape, 0, options)
+        report.cases.append(
+            case_of(
+                call, request.world, request.size, request.calls, runs,
+                allow_decline=request.allow_decline,
+            )
+        )  # fmt: skip
+    for run in runs:
+        if run.problems:
+            again = f"\nagain with: {run.replay}" if run.replay else ""
+            report.problems.append("\n".join(run.problems) + again)
+    return report
+
+
+@contextlib.contextmanager
+def _open_world(request: Request) -> Iterator[tuple[World, bool]]:
+    with contextlib.ExitStack() as stack:
+        try:
+            if request.kind == "group":
+                cuda = torch.cuda.is_available()
+                if cuda:
+                    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+                dist.init_process_group("nccl" if cuda else "gloo")
+                stack.callback(dist.destroy_process_group)
+                world = stack.enter_context(group_world())
+                prints = world.rank == 0
+            else:
+                world = stack.enter_context(gpu_world(request.size))
+                prints = True
+        except WorldError as error:
+            raise click.UsageError(str(error)) from error
+        yield world, prints
+
+
+def _sleeper(request: Request, world: World) -> Callable[[int, int], None] | None:
+    """With --delay: before each call one rank's stream sleeps for a while."""
+    if not request.delay or world.device.type != "cuda":
+        return None
+
+    def sleep(rank: int, index: int) -> None:
+        rng = random.Random(f"delay {request.seed} {index}")
+        if rng.randrange(world.size) == rank:
+            torch.cuda._sleep(rng.randrange(MAX_SLEEP))  # type: ignore[no-untyped-call]
+
+    return sleep

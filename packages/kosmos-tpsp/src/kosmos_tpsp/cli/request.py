@@ -1,0 +1,102 @@
+"""The arguments of `check`, validated before anything is imported or launched."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import click
+
+MAX_RANKS = 8
+DEFAULT_SCHEDULES = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `check` is asked for; the fields are its options.
+
+    Raises:
+        click.UsageError: an argument is out of range; names it, what it got and what it wanted.
+    """
+
+    op: str
+    world: str
+    m: int
+    n: int
+    k: int
+    layout: str
+    policy: str
+    order: str
+    transport: str | None
+    cap: int | None
+    seed: int
+    schedules: int | None
+    calls: int
+    delay: bool
+    kill_rank: int | None
+    allow_decline: bool
+
+    def __post_init__(self) -> None:
+        size = self.size
+        for name, value, least in (
+            ("m", self.m, 0),
+            ("n", self.n, 1),
+            ("k", self.k, 1),
+            ("calls", self.calls, 1),
+            ("schedules", self.num_schedules, 1),
+            ("seed", self.seed, 0),
+        ):
+            if value < least:
+                raise click.UsageError(f"{name}: got {value}, wanted at least {least}")
+        if self.m % size:
+            more = self.m + size - self.m % size
+            raise click.UsageError(
+                f"m: got {self.m}, wanted a multiple of the {size} ranks; pad to {more} rows"
+            )
+        if self.cap is not None and self.cap < 2:
+            raise click.UsageError(
+                f"cap: got {self.cap}, wanted at least 2 (a mover beside a builder)"
+            )
+        self._check_kill(size)
+
+    def _check_kill(self, size: int) -> None:
+        if self.kill_rank is None:
+            return
+        if size == 1:
+            raise click.UsageError("kill-rank: a group of one has no peers; use two ranks or more")
+        if not 0 <= self.kill_rank < size:
+            raise click.UsageError(f"kill-rank: got {self.kill_rank}, wanted 0 to {size - 1}")
+        if self.m == 0:
+            raise click.UsageError("kill-rank: m is 0, so that no call waits; use a positive m")
+
+    @property
+    def kind(self) -> str:
+        """Kind of world: "cpu", "gpu" or "group"."""
+        return self.world.partition(":")[0]
+
+    @property
+    def size(self) -> int:
+        """Ranks of the world.
+
+        Raises:
+            click.UsageError: the world's name is none, or `group` without torchrun.
+        """
+        if self.world == "group":
+            if "WORLD_SIZE" not in os.environ:
+                raise click.UsageError("world: group needs one process a rank; start with torchrun")
+            return int(os.environ["WORLD_SIZE"])
+        found = re.fullmatch(r"(cpu|gpu):(\d+)", self.world)
+        if found is None or not 1 <= int(found[2]) <= MAX_RANKS:
+            raise click.UsageError(
+                f"world: got {self.world!r}, wanted group, or cpu:N or gpu:N with N from 1 to "
+                f"{MAX_RANKS}"
+            )
+        return int(found[2])
+
+    @property
+    def num_schedules(self) -> int:
+        """Runs: schedules on the executor, repetitions elsewhere."""
+        if self.schedules is not None:
+            return self.schedules
+        return DEFAULT_SCHEDULES if self.kind == "cpu" else 1

@@ -1,0 +1,277 @@
+"""Runs a sequence of calls on one workspace, in any world, and judges every output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from kosmos_core.errors import KosmosError
+from kosmos_core.executor import Executor, ExecutorError, Mutation
+from kosmos_core.worlds import World, cpu_world
+
+from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
+from kosmos_tpsp.cli.schedules import Schedule
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+# Calls that are issued before the host waits for any of them, where launches do not block.
+ROUND = 8
+# Regions whose traffic between ranks is the transport; the rest are words and records.
+TRANSPORT_REGIONS = ("shard0", "shard1", "gather")
+
+T = TypeVar("T")
+
+
+class Meter:
+    """Counts, by rank, the launches of a world and, on the executor, bytes moved between ranks.
+
+    Args:
+        world: its `launch` is replaced, for as long as the world lives.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.launches = [0] * world.size
+        self.remote_bytes: list[int] | None = None
+        self._world = world
+        self._launch = world.launch
+        world.launch = self._count_launch  # type: ignore[method-assign]
+        executor = getattr(world, "executor", None)
+        if isinstance(executor, Executor):
+            self.remote_bytes = [0] * world.size
+            model = executor.model
+            model.read = self._counted(model.read, self.remote_bytes)  # type: ignore[method-assign]
+            model.write = self._counted(model.write, self.remote_bytes)  # type: ignore[method-assign]
+
+    def _count_launch(
+        self,
+        kernel: Any,
+        num_wgs: int,
+        args: Sequence[Any],
+        key: Hashable,
+        *,
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        self.launches[self._world.rank] += 1
+        self._launch(kernel, num_wgs, args, key, num_warps=num_warps, num_stages=num_stages)
+
+    @staticmethod
+    def _counted(access: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+        def count(wg: Any, place: Any, *rest: Any) -> Any:
+            if wg.rank != place.region.rank and place.region.name in TRANSPORT_REGIONS:
+                counts[wg.rank] += place.nbytes
+            return access(wg, place, *rest)
+
+        return count
+
+
+@dataclass
+class Rig:
+    """A sequence of calls on one workspace.
+
+    Attributes:
+        calls: what every rank calls, in order.
+        seed: of the operands.
+        caps: cap of each rank's calls where it is not that of the call's options.
+        first_epoch: epoch of the first call.
+        timeout_s: bound of every wait.
+        machine: machine model for the plans; None takes the world's.
+        delay: called with (rank, index of the call) before each call.
+        ledger: first outputs, shared by rigs whose outputs must be equal.
+        progress: index of the call each rank has come to.
+    """
+
+    calls: Sequence[Call]
+    seed: int = 0
+    caps: Sequence[int | None] | None = None
+    first_epoch: int = 1
+    timeout_s: float = 120.0
+    machine: Any = None
+    delay: Callable[[int, int], None] | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    progress: dict[int, int] = field(default_factory=dict)
+
+    def shape_in_progress(self) -> tuple[int, int, int] | None:
+        """Shape of the call of the rank that is furthest behind; None before the first call."""
+        return self.calls[min(self.progress.values())].shape if self.progress else None
+
+    def workspace(self, world: World) -> TpSpWorkspace:
+        """Collective: a workspace that all calls fit in."""
+        return TpSpWorkspace(
+            world,
+            max([world.size, *(call.m for call in self.calls)]),
+            max([8, *(call.k for call in self.calls)]),
+            machine=self.machine,
+            timeout_s=self.timeout_s,
+            first_epoch=self.first_epoch,
+        )
+
+    def options(self, call: Call, rank: int) -> AgGemmOptions:
+        """The call's options as `rank` gives them."""
+        if self.caps is None:
+            return call.options
+        return replace(call.options, cap=self.caps[rank])
+
+    def host(self, rank: int, world: World, meter: Meter) -> list[Verdict]:
+        """What one rank does: all calls in rounds, and a look at every output after each round.
+
+        Raises:
+            PeerError: a call was given up.
+        """
+        operands = Operands(self.seed, world.size, world.device)
+        verdicts: list[Verdict] = []
+        workspace = self.workspace(world)
+        with workspace:
+            for first in range(0, len(self.calls), ROUND):
+                verdicts += self._round(rank, workspace, operands, meter, first)
+        return verdicts
+
+    def _round(
+        self, rank: int, workspace: TpSpWorkspace, operands: Operands, meter: Meter, first: int
+    ) -> list[Verdict]:
+        calls = self.calls[first : first + ROUND]
+        given = [(operands.x(c, rank), operands.w(c, rank)) for c in calls]
+        device = workspace.world.device
+        outs = [
+            torch.full((c.m, c.n), float("nan"), dtype=torch.bfloat16, device=device) for c in calls
+        ]
+        made = []
+        for i, (call, (x, w), out) in enumerate(zip(calls, given, outs, strict=True)):
+            self.progress[rank] = first + i
+            options = self.options(call, rank)
+            if self.delay is not None:
+                self.delay(rank, first + i)
+            before = meter.launches[rank], self._moved(meter, rank)
+            result = ag_gemm(x, w, workspace, out=out, options=options)
+            launches = meter.launches[rank] - before[0]
+            made.append((result, launches, self._moved(meter, rank) - before[1]))
+        workspace.synchronize()
+        return [
+            self._judge(rank, workspace, operands, meter, call, x, w, *results)
+            for call, (x, w), results in zip(calls, given, made, strict=True)
+        ]
+
+    @staticmethod
+    def _moved(meter: Meter, rank: int) -> int:
+        return 0 if meter.remote_bytes is None else meter.remote_bytes[rank]
+
+    def _judge(
+        self,
+        rank: int,
+        workspace: TpSpWorkspace,
+        operands: Operands,
+        meter: Meter,
+        call: Call,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        launches: int,
+        moved: int,
+    ) -> Verdict:
+        out, gathered = result if isinstance(result, tuple) else (result, None)
+        plan = describe_call(x, w, workspace, self.options(call, rank))
+        error, problem = compare(out, operands.product(call, rank))
+        if not problem and gathered is not None:
+            problem = "" if same_bits(gathered, operands.gathered(call)) else "gathered rows differ"
+        fused = plan.decline is None
+        wanted = 0 if call.m == 0 else len(plan.configs)
+        if not problem and fused and launches != wanted:
+            problem = f"{launches} launches instead of {wanted}"
+        bytes_wanted = call.remote_bytes(workspace.world.size)
+        measured = None if meter.remote_bytes is None or not fused else moved
+        if not problem and measured not in (None, bytes_wanted):
+            problem = f"{measured} bytes moved between ranks instead of {bytes_wanted}"
+        repeated = self.ledger.repeats((call, rank), out)
+        if not problem and repeated is False:
+            problem = "other bits than the same call before"
+        return Verdict(
+            call, rank, "fused" if fused else "reference", plan.plan.transport, launches, measured,
+            error, repeated, problem,
+        )  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What one schedule gave.
+
+    Attributes:
+        verdicts: of all ranks' calls.
+        failure: what ended the run early, or None.
+        schedule_hash: identifies the schedule and all decisions about visibility; "" on devices.
+        shape: of the call in which the rank that was furthest behind stood at the end.
+        replay: command that repeats the run, "" where there is none.
+    """
+
+    verdicts: list[Verdict]
+    failure: Exception | None = None
+    schedule_hash: str = ""
+    shape: tuple[int, int, int] | None = None
+    replay: str = ""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, a line each."""
+        found = [f"rank {v.rank}, {v.call}: {v.problem}" for v in self.verdicts if v.problem]
+        return found if self.failure is None else [str(self.failure), *found]
+
+
+def run_on_cpu(
+    ranks: int,
+    rig: Rig,
+    schedule: Schedule,
+    *,
+    wgs: int = 4,
+    vendor: str = "nvidia",
+    mutations: Sequence[Mutation] = (),
+    **options: Any,
+) -> Run:
+    """Runs a rig on virtual ranks of the executor; a fault that the executor finds ends the run.
+
+    Args:
+        ranks: number of ranks.
+        rig: what they do.
+        schedule: who runs when.
+        wgs: workgroups of a rank.
+        vendor: whose code path runs.
+        mutations: defects planted in the kernels.
+        **options: of the executor, in place of those of the schedule.
+    """
+    # A wait that nobody ends is to be reported at once, with all that wait, not after its bound.
+    settings = {"jump_clock": False, **schedule.options(), **options}
+    verdicts: list[Verdict] = []
+    failure: Exception | None = None
+    with cpu_world(ranks, wgs=wgs, vendor=vendor, mutations=mutations, **settings) as world:
+        meter = Meter(world)
+        try:
+            for found in world.spmd(rig.host, world, meter):
+                verdicts += found
+        except (ExecutorError, KosmosError) as error:
+            failure = error
+        schedule_hash = world.executor.schedule_hash  # type: ignore[attr-defined]
+    return Run(verdicts, failure, schedule_hash, rig.shape_in_progress())
+
+
+def run_on_devices(world: World, rig: Rig) -> Run:
+    """Runs a rig on the ranks of a group, or of one GPU; every rank gets the whole run."""
+
+    def host(rank: int) -> tuple[list[Verdict], KosmosError | None]:
+        try:
+            return rig.host(rank, world, meter), None
+        except KosmosError as error:
+            return [], error
+
+    meter = Meter(world)
+    found = on_all_ranks(world, host)
+    verdicts = [verdict for part, _ in found for verdict in part]
+    failure = next((error for _, error in found if error is not None), None)
+    return Run(verdicts, failure, "", rig.shape_in_progress())
+
+
+def on_all_ranks(world: World, host: Callable[[int], T]) -> list[T]:
+    """Runs `host(rank)` on every rank of any world and returns all results, on every rank."""
+    if world.describe() in ("group", "reference"):
+        gathered: list[T] = world.all_gather_object(host(world.rank))
+        return gathered
+    return world.spmd(host)

@@ -1,0 +1,1 @@
+"""Device functions that several TP+SP kernels share; nothing here imports torch."""

@@ -1,0 +1,174 @@
+"""The builders of an all-gathered GEMM: output tiles in queue order, split along the contraction where asked."""
+
+import triton
+import triton.language as tl
+from kosmos_core.device.barrier import elect_last
+from kosmos_core.device.flags import flag_read
+from kosmos_core.device.gemm import NN, gemm_tile, store_accumulator
+from kosmos_core.device.layout import COUNTERS, MAX_RANKS, SPLIT_QUEUE, TILE_QUEUE
+from kosmos_core.device.queue import queue_claim
+from kosmos_core.device.target import matrix_view, store_tile
+from kosmos_core.device.tiles import claim_tiles, gathered_tile, num_gathered_tiles
+from kosmos_core.device.trace import BUILD, trace_begin, trace_end
+
+from kosmos_tpsp.device.config import BUILD_ONLY
+from kosmos_tpsp.device.gather import await_rows
+
+
+@triton.jit
+def reduce_splits(ops, ctx, call, standing, acc, ticket, part, CONFIG):
+    """Combines the SPLIT_K partial tiles of one output tile in fixed order.
+
+    Returns (sum, True) to the workgroup that completes the tile, and (its own partial, False) to the others.
+    With two parts the second to come adds the other's to its own: a + b is b + a, so nothing depends on order.
+    A part of an aborted call is NaN, and so is the tile.
+    """
+    rows = tl.arange(0, CONFIG.BLOCK_M)
+    cols = tl.arange(0, CONFIG.BLOCK_N)
+    offsets = rows[:, None] * CONFIG.BLOCK_N + cols[None, :]
+    SIZE: tl.constexpr = CONFIG.BLOCK_M * CONFIG.BLOCK_N
+    base_ptr = ops.partial_ptr + ticket.to(tl.int64) * (CONFIG.SPLIT_K * SIZE)
+    ticket_ptr = call.set_ptr + COUNTERS + MAX_RANKS * ctx.MAX_ROWS + ticket
+    if standing.ok == 0:
+        nan = tl.full((CONFIG.BLOCK_M, CONFIG.BLOCK_N), float("nan"), tl.float32)
+        tl.store(base_ptr + part * SIZE + offsets, nan)
+        complete = elect_last(ticket_ptr, CONFIG.SPLIT_K, ctx.TARGET)
+    elif CONFIG.SPLIT_K == 2:
+        complete = flag_read(ticket_ptr, "gpu") == 1
+        if not complete:
+            tl.store(base_ptr + part * SIZE + offsets, acc)
+            complete = elect_last(ticket_ptr, 2, ctx.TARGET)
+        if complete:
+            acc += tl.load(base_ptr + (1 - part) * SIZE + offsets)
+    else:
+        tl.store(base_ptr + part * SIZE + offsets, acc)
+        complete = elect_last(ticket_ptr, CONFIG.SPLIT_K, ctx.TARGET)
+        if complete:
+            acc = tl.load(base_ptr + offsets)
+            for i in tl.range(1, CONFIG.SPLIT_K, num_stages=1):
+                acc += tl.load(base_ptr + i * SIZE + offsets)
+    return acc, complete
+
+
+@triton.jit
+def locate(index, grid, rank, WORLD: tl.constexpr, CONFIG):
+    """Tile `index` of the queue."""
+    return gathered_tile(
+        index, grid, rank, CONFIG.ORDER, WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M, CONFIG.GROUP_M,
+        CONFIG.GROUP_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG):
+    """Waits for a tile's rows unless they are this rank's own or those of `ready`, the last tile row waited for.
+
+    Returns (standing, ready). Neighbours in the queue share a tile row: it is waited for once.
+    """
+    arrival = tile.src_rank * ctx.MAX_ROWS + tile.tile_row
+    if CONFIG.PHASE != BUILD_ONLY:
+        if (tile.src_rank != call.rank) & (arrival != ready):
+            standing = await_rows(
+                ops, ctx, call, standing, grid, k, tile.src_rank, tile.tile_row, CONFIG
+            )
+            ready = arrival
+    return standing, ready
+
+
+@triton.jit
+def multiply(own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr):
+    """The fp32 tile over part of the contraction; nothing is read once the call is aborted."""
+    if standing.ok == 0:
+        k_end = k_begin
+    # One K loop serves both sources: two in a branch would each claim their own shared memory.
+    a_view = gathered
+    chunk = tile.src_rank
+    if tile.src_rank == call.rank:
+        a_view = own
+        chunk = tile.src_rank * 0
+    return gemm_tile(
+        a_view, weights, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, k_begin,
+        k_end, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K, CONFIG.STAGES,
+        CONFIG.EVEN_K, CONFIG.EVEN_N, TARGET,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_output(out, standing, tile, acc, CONFIG, TARGET: tl.constexpr):
+    """Rounds a complete tile once and stores it; a tile of an aborted call is NaN."""
+    row = tile.row_block * CONFIG.BLOCK_M
+    col = tile.column * CONFIG.BLOCK_N
+    # A branch around the store and not a select on the sum, which would serialise the tensor-core instructions.
+    if standing.ok != 0:
+        store_accumulator(
+            out, tile.src_rank, row, col, acc, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET
+        )
+    else:
+        WIDTH: tl.constexpr = CONFIG.BLOCK_N // CONFIG.STORE_SPLITS
+        nan = tl.full((CONFIG.BLOCK_M, WIDTH), float("nan"), tl.bfloat16)
+        for part in tl.static_range(0, CONFIG.BLOCK_N, WIDTH):
+            store_tile(out, tile.src_rank, row, col + part, nan, CONFIG.BLOCK_M, WIDTH, TARGET)
+
+
+@triton.jit
+def build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG):
+    """A builder: tiles in queue order until none is left.
+
+    The last `split_tiles` tiles are split SPLIT_K ways along the contraction and stand in a queue of their own:
+    few-tile shapes keep all workgroups busy that way, and what follows the last arrival is shorter.
+    """
+    T: tl.constexpr = ctx.TARGET
+    own = matrix_view(ops.x_ptr, 1, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
+    gathered = matrix_view(
+        ops.gathered_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T
+    )
+    if CONFIG.LAYOUT == NN:
+        weights = matrix_view(ops.w_ptr, 1, k, n, CONFIG.BLOCK_K, CONFIG.BLOCK_N, T)
+    else:
+        weights = matrix_view(ops.w_ptr, 1, n, k, CONFIG.BLOCK_N, CONFIG.BLOCK_K, T)
+    out = matrix_view(
+        ops.out_ptr, ctx.WORLD, grid.chunk_rows, n, CONFIG.BLOCK_M,
+        CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, T,
+    )  # fmt: skip
+    tiles = num_gathered_tiles(grid, CONFIG.ORDER, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
+    whole = tiles
+    if CONFIG.SPLIT_K > 1:
+        whole = tl.maximum(tiles - split_tiles, 0)
+    heads_ptr = call.set_ptr + TILE_QUEUE
+    bucket = tl.program_id(0) % CONFIG.XCDS
+    ready = tiles * 0 - 1
+    index, past, bucket = claim_tiles(
+        heads_ptr, bucket, whole, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
+    )
+    while index < whole:
+        tile = locate(index, grid, call.rank, ctx.WORLD, CONFIG)
+        if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
+            standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
+            begin = trace_begin(ctx)
+            acc = multiply(own, gathered, weights, call, standing, tile, 0, k, CONFIG, T)
+            store_output(out, standing, tile, acc, CONFIG, T)
+            trace_end(ctx, BUILD, index, begin)
+        index += 1
+        if index == past:
+            index, past, bucket = claim_tiles(
+                heads_ptr, bucket, whole, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
+            )
+    if CONFIG.SPLIT_K > 1:
+        # A part covers whole BLOCK_K steps, so that only the last one meets the ragged end.
+        span = tl.cdiv(tl.cdiv(k, CONFIG.BLOCK_K), CONFIG.SPLIT_K) * CONFIG.BLOCK_K
+        unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
+        while unit < (tiles - whole) * CONFIG.SPLIT_K:
+            ticket = unit // CONFIG.SPLIT_K
+            part = unit % CONFIG.SPLIT_K
+            tile = locate(whole + ticket, grid, call.rank, ctx.WORLD, CONFIG)
+            if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
+                standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
+                begin = trace_begin(ctx)
+                k_end = tl.minimum((part + 1) * span, k)
+                acc = multiply(own, gathered, weights, call, standing, tile, part * span, k_end, CONFIG, T)
+                acc, complete = reduce_splits(ops, ctx, call, standing, acc, ticket, part, CONFIG)
+                if complete:
+                    store_output(out, standing, tile, acc, CONFIG, T)
+                trace_end(ctx, BUILD, whole + ticket, begin)
+            unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
+    return standing

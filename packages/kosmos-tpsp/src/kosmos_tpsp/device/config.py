@@ -1,0 +1,60 @@
+"""Constants and operands of an all-gathered GEMM, as its device functions see them."""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+PULL = tl.constexpr(0)
+PUSH = tl.constexpr(1)
+
+FUSED = tl.constexpr(0)
+GATHER_ONLY = tl.constexpr(1)
+BUILD_ONLY = tl.constexpr(2)
+
+
+class AgGemmConfig(NamedTuple):
+    """Constants of one compiled variant; every field is a constexpr (meanings: kosmos_heuristics.AgGemmPlan)."""
+
+    TRANSPORT: tl.constexpr
+    LAYOUT: tl.constexpr
+    ORDER: tl.constexpr
+    POLICY: tl.constexpr
+    PHASE: tl.constexpr
+    KEEP_GATHERED: tl.constexpr
+    SLICES: tl.constexpr
+    COPY_ELEMENTS: tl.constexpr
+    COPY_DEPTH: tl.constexpr
+    TILE_ROW_ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    STAGES: tl.constexpr
+    GROUP_M: tl.constexpr
+    GROUP_ROWS: tl.constexpr
+    SPLIT_K: tl.constexpr
+    CLAIM_RUN: tl.constexpr
+    XCDS: tl.constexpr
+    XCD_RUN: tl.constexpr
+    STORE_SPLITS: tl.constexpr
+    EVEN_K: tl.constexpr
+    EVEN_N: tl.constexpr
+
+
+class Operands(NamedTuple):
+    """The matrices of one call.
+
+    Attributes:
+        x_ptr: own chunk [chunk_rows, k] bf16.
+        w_ptr: weights [n, k] (TN) or [k, n] (NN) bf16.
+        out_ptr: output [m, n] bf16.
+        gathered_ptr: gathered input [m, k] bf16 that builders read; the own chunk is there only if it is kept.
+        keep_ptr: kept gather output [m, k] bf16; the same as gathered_ptr unless pushed.
+        partial_ptr: split-K partials [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32.
+    """
+
+    x_ptr: tl.tensor
+    w_ptr: tl.tensor
+    out_ptr: tl.tensor
+    gathered_ptr: tl.tensor
+    keep_ptr: tl.tensor
+    partial_ptr: tl.tensor

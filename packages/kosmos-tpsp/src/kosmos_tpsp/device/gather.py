@@ -1,0 +1,213 @@
+"""The movers of an all-gather: pull from the peers' shards, or push into the peers' gather regions.
+
+A unit is (tile row, slice, peer), peer fastest, so that few movers keep all links busy. Units are claimed in
+gather order: tile row by tile row.
+"""
+
+import triton
+import triton.language as tl
+from kosmos_core.device.barrier import elect_last, start_hold, start_publish
+from kosmos_core.device.flags import flag_arrive, flag_read, flag_wait
+from kosmos_core.device.layout import (
+    ARRIVAL,
+    COPY_DONE,
+    COPY_QUEUE,
+    COUNTERS,
+    FLAG_ARRIVAL,
+    GATHER,
+    KEEP_QUEUE,
+    PHASE_BUILD,
+    PHASE_GATHER,
+    SHARD,
+    UNIT_QUEUE,
+    Standing,
+)
+from kosmos_core.device.mover import copy_run, fill_nan
+from kosmos_core.device.peers import peer_at, peer_ptr
+from kosmos_core.device.queue import queue_claim
+from kosmos_core.device.roles import TWO_WAY
+from kosmos_core.device.target import fence_async_proxy
+from kosmos_core.device.trace import COPY_IN, KEEP, MOVE, WAIT, trace_begin, trace_end
+
+from kosmos_tpsp.device.config import PUSH
+
+
+@triton.jit
+def arrival_word(ctx, call, src_rank, tile_row, CONFIG):
+    """The counter that says how many slices of (source, tile row) have arrived here."""
+    if CONFIG.TRANSPORT == PUSH:
+        base = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+    else:
+        base = call.set_ptr + COUNTERS
+    return base + src_rank * ctx.MAX_ROWS + tile_row
+
+
+@triton.jit
+def slice_rows(grid, tile_row, part, CONFIG):
+    """First row of a slice within its chunk, and how many rows it has (0 past the chunk's end)."""
+    ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
+    first = tile_row * CONFIG.TILE_ROW_ROWS + part * ROWS
+    return first, tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0)
+
+
+@triton.jit
+def copy_in(ops, ctx, call, standing, grid, k, CONFIG):
+    """Pull: own chunk into this parity's shard; whoever completes the last slice publishes the start."""
+    shard_ptr = peer_ptr(ctx, SHARD + call.parity, call.rank, tl.bfloat16)
+    units = grid.tile_rows * CONFIG.SLICES
+    unit = queue_claim(call.set_ptr + COPY_QUEUE)
+    while (unit < units) & (standing.ok != 0):
+        begin = trace_begin(ctx)
+        first, rows = slice_rows(grid, unit // CONFIG.SLICES, unit % CONFIG.SLICES, CONFIG)
+        offset = first.to(tl.int64) * k
+        copy_run(ops.x_ptr + offset, shard_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+        if elect_last(call.set_ptr + COPY_DONE, units, ctx.TARGET):
+            start_publish(ctx, call)
+        trace_end(ctx, COPY_IN, unit, begin)
+        unit = queue_claim(call.set_ptr + COPY_QUEUE)
+    fence_async_proxy(ctx.TARGET)
+
+
+@triton.jit
+def unit_place(ctx, unit, CONFIG):
+    """(tile row, slice, step to the peer) of a unit."""
+    PEERS: tl.constexpr = ctx.WORLD - 1 if ctx.WORLD > 1 else 1
+    return unit // PEERS // CONFIG.SLICES, unit // PEERS % CONFIG.SLICES, unit % PEERS
+
+
+@triton.jit
+def unit_target(ctx, call, tile_row, step, CONFIG):
+    """(peer, counter that the unit is counted into).
+
+    Push: peer d consumes the chunk of d + 1 first, so this rank serves rank - 1 first.
+    """
+    if CONFIG.TRANSPORT == PUSH:
+        peer = peer_at(call.rank, -1 - step, ctx.WORLD)
+        base = peer_ptr(ctx, ARRIVAL, peer, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+        return peer, base + call.rank * ctx.MAX_ROWS + tile_row
+    else:
+        peer = peer_at(call.rank, 1 + step, ctx.WORLD)
+        return peer, arrival_word(ctx, call, peer, tile_row, CONFIG)
+
+
+@triton.jit
+def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
+    """Copies one unit: own rows into the peer's gather region, or the peer's rows into the gathered input."""
+    standing = start_hold(ctx, call, standing, peer, PHASE_GATHER)
+    first, rows = slice_rows(grid, tile_row, part, CONFIG)
+    offset = first.to(tl.int64) * k
+    chunk = grid.chunk_rows.to(tl.int64) * k
+    if CONFIG.TRANSPORT == PUSH:
+        if standing.ok != 0:
+            to_ptr = peer_ptr(ctx, GATHER, peer, tl.bfloat16) + call.rank * chunk + offset
+            copy_run(ops.x_ptr + offset, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+    else:
+        to_ptr = ops.gathered_ptr + peer * chunk + offset
+        if standing.ok != 0:
+            from_ptr = peer_ptr(ctx, SHARD + call.parity, peer, tl.bfloat16) + offset
+            copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+        else:
+            fill_nan(to_ptr, rows * k, CONFIG.COPY_ELEMENTS)
+    return standing
+
+
+@triton.jit
+def move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, CLAIM_NEXT: tl.constexpr):
+    """Transports a unit and counts it in. Returns (standing, next unit).
+
+    CLAIM_NEXT: claims the next unit while the stores of this one drain; else returns this one.
+    """
+    begin = trace_begin(ctx)
+    tile_row, part, step = unit_place(ctx, unit, CONFIG)
+    peer, word_ptr = unit_target(ctx, call, tile_row, step, CONFIG)
+    standing = transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG)
+    following = unit
+    if CLAIM_NEXT:
+        following = queue_claim(call.set_ptr + UNIT_QUEUE)
+    if standing.ok != 0:
+        flag_arrive(word_ptr, "sys" if CONFIG.TRANSPORT == PUSH else "gpu", ctx.TARGET)
+    trace_end(ctx, MOVE, tile_row, begin)
+    return standing, following
+
+
+@triton.jit
+def num_units(ctx, grid, CONFIG):
+    """Units of the transport queue."""
+    return grid.tile_rows * (ctx.WORLD - 1) * CONFIG.SLICES
+
+
+@triton.jit
+def move(ops, ctx, call, standing, grid, k, CONFIG):
+    """A mover: units in gather order until none is left."""
+    units = num_units(ctx, grid, CONFIG)
+    unit = queue_claim(call.set_ptr + UNIT_QUEUE)
+    while unit < units:
+        standing, unit = move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, True)
+    return standing
+
+
+@triton.jit
+def await_rows(ops, ctx, call, standing, grid, k, src_rank, tile_row, CONFIG):
+    """Waits until a tile row has arrived. Two-way: while it is missing and units are left, moves units instead."""
+    begin = trace_begin(ctx)
+    word_ptr = arrival_word(ctx, call, src_rank, tile_row, CONFIG)
+    SCOPE: tl.constexpr = "sys" if CONFIG.TRANSPORT == PUSH else "gpu"
+    if CONFIG.POLICY == TWO_WAY:
+        units = num_units(ctx, grid, CONFIG)
+        unit = units * 0
+        while (unit < units) & (flag_read(word_ptr, SCOPE) < CONFIG.SLICES):
+            unit = queue_claim(call.set_ptr + UNIT_QUEUE)
+            if unit < units:
+                standing, unit = move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, False)
+    ok = standing.ok
+    if ok != 0:
+        ok = flag_wait(
+            ctx, call, word_ptr, CONFIG.SLICES, src_rank, tile_row, PHASE_BUILD, FLAG_ARRIVAL, SCOPE
+        )
+        fence_async_proxy(ctx.TARGET)
+    trace_end(ctx, WAIT, src_rank * ctx.MAX_ROWS + tile_row, begin)
+    return Standing(standing.held, ok)
+
+
+@triton.jit
+def await_all(ops, ctx, call, standing, grid, k, CONFIG):
+    """Waits for every tile row of every peer: what a launch that only gathers must do before it ends."""
+    PEERS: tl.constexpr = ctx.WORLD - 1 if ctx.WORLD > 1 else 1
+    units = grid.tile_rows * (ctx.WORLD - 1)
+    unit = queue_claim(call.set_ptr + KEEP_QUEUE)
+    while unit < units:
+        peer = peer_at(call.rank, 1 + unit % PEERS, ctx.WORLD)
+        standing = await_rows(ops, ctx, call, standing, grid, k, peer, unit // PEERS, CONFIG)
+        unit = queue_claim(call.set_ptr + KEEP_QUEUE)
+    return standing
+
+
+@triton.jit
+def keep_rows(ops, ctx, call, standing, grid, k, CONFIG):
+    """Completes a kept gather output once all tiles are claimed: own chunk, and with push the arrived ones.
+
+    The arrivals have been counted by then or are being counted by movers that wait for nothing but starts.
+    """
+    sources = 1
+    if CONFIG.TRANSPORT == PUSH:
+        sources = ctx.WORLD
+    units = grid.tile_rows * sources * CONFIG.SLICES
+    unit = queue_claim(call.set_ptr + KEEP_QUEUE)
+    while unit < units:
+        begin = trace_begin(ctx)
+        place = unit // CONFIG.SLICES
+        tile_row = place // sources
+        peer = peer_at(call.rank, place % sources, ctx.WORLD)
+        first, rows = slice_rows(grid, tile_row, unit % CONFIG.SLICES, CONFIG)
+        offset = (peer.to(tl.int64) * grid.chunk_rows + first) * k
+        from_ptr = ops.x_ptr + first.to(tl.int64) * k
+        if peer != call.rank:
+            standing = await_rows(ops, ctx, call, standing, grid, k, peer, tile_row, CONFIG)
+            from_ptr = ops.gathered_ptr + offset
+        if standing.ok != 0:
+            copy_run(from_ptr, ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+        else:
+            fill_nan(ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS)
+        trace_end(ctx, KEEP, tile_row, begin)
+        unit = queue_claim(call.set_ptr + KEEP_QUEUE)
+    return standing

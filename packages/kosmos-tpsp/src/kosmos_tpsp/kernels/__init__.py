@@ -1,0 +1,1 @@
+"""Entry kernels, one file an operation; nothing here imports torch."""

@@ -1,0 +1,56 @@
+"""All-gather fused with GEMM: gather X [m, k] from every rank's chunk, multiply by this rank's weights.
+
+Source: paper, section 3.2.1. Protocol table: docs/protocols.md.
+"""
+
+import triton
+import triton.language as tl
+from kosmos_core.device.barrier import call_clean, call_enter, call_leave, start_publish
+from kosmos_core.device.roles import is_builder_last, is_mover_first
+from kosmos_core.device.tiles import Grid
+from kosmos_core.device.trace import CALL, trace_begin, trace_end
+
+from kosmos_tpsp.device.build import build
+from kosmos_tpsp.device.config import BUILD_ONLY, GATHER_ONLY, PULL
+from kosmos_tpsp.device.gather import await_all, copy_in, keep_rows, move
+
+
+@triton.jit(do_not_specialize=["m", "num_movers", "split_tiles", "call_hash"])
+def ag_gemm_kernel(ops, ctx, m, n, k, num_movers, split_tiles, call_hash, CONFIG):
+    """One launch of `ag_gemm`; a workgroup takes these steps in order.
+
+    1. Enter: arrival ticket, epoch, abort word.
+    2. Pull: help to copy the own chunk into symmetric memory; whoever completes it publishes the start word.
+       Push: ticket 0 publishes it at once.
+    3. Movers, the first to arrive, transport units in gather order.
+    4. Builders, and movers once no unit is left, build tiles in queue order.
+    5. Complete a kept gather output.
+    6. Leave: the last one holds every peer's start and moves the epoch on.
+    """
+    call, standing = call_enter(ctx, call_hash)
+    begin = trace_begin(ctx)
+    chunk_rows = m // ctx.WORLD
+    grid = Grid(chunk_rows, tl.cdiv(chunk_rows, CONFIG.TILE_ROW_ROWS), tl.cdiv(n, CONFIG.BLOCK_N))
+    if CONFIG.PHASE == BUILD_ONLY:
+        publishes = call.ticket == 0
+    elif CONFIG.TRANSPORT == PULL and ctx.WORLD > 1:
+        copy_in(ops, ctx, call, standing, grid, k, CONFIG)
+        publishes = call.ticket < 0
+    else:
+        publishes = call.ticket == 0
+    if publishes & (standing.ok != 0):
+        start_publish(ctx, call)
+    if call.ticket == 0:
+        call_clean(ctx, call, standing)
+    if CONFIG.PHASE != BUILD_ONLY:
+        if is_mover_first(call, num_movers):
+            standing = move(ops, ctx, call, standing, grid, k, CONFIG)
+    if CONFIG.PHASE != GATHER_ONLY:
+        if is_builder_last(call, num_movers, CONFIG.POLICY):
+            standing = build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG)
+    if CONFIG.KEEP_GATHERED and CONFIG.PHASE != BUILD_ONLY:
+        standing = keep_rows(ops, ctx, call, standing, grid, k, CONFIG)
+    elif CONFIG.PHASE == GATHER_ONLY:
+        standing = await_all(ops, ctx, call, standing, grid, k, CONFIG)
+    trace_end(ctx, CALL, call.ticket, begin)
+    call_leave(ctx, call, standing)

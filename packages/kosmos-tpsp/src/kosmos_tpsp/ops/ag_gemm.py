@@ -1,0 +1,307 @@
+"""`ag_gemm`: all-gather of a sequence-sharded activation fused with its column-parallel GEMM."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from kosmos_core.device import layout as words
+from kosmos_core.device import roles
+from kosmos_core.errors import ArgumentError
+from kosmos_heuristics import AgGemmPlan, AgGemmProblem, HeuristicsError, can_fuse, plan_ag_gemm
+
+from kosmos_tpsp import reference
+from kosmos_tpsp.device import config as codes
+from kosmos_tpsp.device.config import AgGemmConfig, Operands
+from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
+from kosmos_tpsp.ops import validate
+from kosmos_tpsp.ops.validate import Rejected
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+LOG = logging.getLogger("kosmos_tpsp")
+LAYOUTS = {"tn": 0, "nn": 1}
+ORDERS = {"local_first": 0, "chunk_major": 1, "naive": 2}
+POLICIES = {
+    "fixed": roles.FIXED,
+    "one_way": roles.ONE_WAY,
+    "two_way": roles.TWO_WAY,
+    "serial": roles.ONE_WAY,
+}
+TRANSPORTS = {"pull": codes.PULL, "push": codes.PUSH}
+XCD_RUN = 4
+
+
+@dataclass(frozen=True)
+class AgGemmOptions:
+    """What a caller may choose besides the operands; None leaves it to the plan.
+
+    Attributes:
+        layout: "tn" or "nn".
+        keep_gathered: also return the gathered input; None keeps it for "nn".
+        cap: most workgroups to use.
+        policy: "one_way", "two_way", "fixed" or "serial".
+        order: "local_first", "chunk_major" or "naive".
+        transport: "pull" or "push".
+        movers_per_peer: crew size for each peer.
+        split_k: parts of the contraction.
+        traced: record role spans into the workspace's trace buffer.
+        force: run fused although the plan would decline for speed.
+    """
+
+    layout: str = "tn"
+    keep_gathered: bool | None = None
+    cap: int | None = None
+    policy: str = "one_way"
+    order: str = "local_first"
+    transport: str | None = None
+    movers_per_peer: int | None = None
+    split_k: int | None = None
+    traced: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything about a call that depends on shapes and options only.
+
+    Attributes:
+        problem: the GEMM's dimensions.
+        plan: how it runs.
+        decline: why the fused path is not taken, or None.
+        call_hash: what every rank must agree on, 31 bits.
+        configs: constants of each launch, one when fused, two when serial.
+        label: the call as error messages show it.
+    """
+
+    problem: AgGemmProblem
+    plan: AgGemmPlan
+    decline: str | None
+    call_hash: int
+    configs: tuple[AgGemmConfig, ...]
+    label: str
+
+
+def ag_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    workspace: TpSpWorkspace,
+    *,
+    out: torch.Tensor | None = None,
+    options: AgGemmOptions | None = None,
+    **choices: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Gathers every rank's rows and multiplies them by this rank's weights, in one launch.
+
+    Args:
+        x: [chunk_rows, k] bfloat16, this rank's contiguous chunk of the m = chunk_rows * world size rows.
+        w: [n, k] bfloat16 (layout "tn": out = gathered @ w.T) or [k, n] ("nn": out = gathered @ w).
+        workspace: of the group; every rank makes the same calls on it in the same order.
+        out: [m, n] bfloat16 to write into; allocated when None.
+        options: a prepared set of choices.
+        **choices: fields of `AgGemmOptions`, when `options` is not given.
+
+    Returns:
+        out [m, n]; with the gathered input kept, (out, gathered [m, k]).
+
+    Raises:
+        ArgumentError: wrong dtype, device, shape or choice; the peers are told.
+        WorkspaceError: the workspace is destroyed or too small.
+        PeerError: an earlier call on the workspace was given up.
+
+    Communication: all-gather of x, (world size - 1) * chunk_rows * k * 2 bytes into each rank.
+    Synchronizes: no host synchronisation; a declined call waits for its peers on the host.
+
+    Source: paper, section 3.2.1.
+    """
+    options = options or AgGemmOptions(**choices)
+    try:
+        call = _prepare(x, w, workspace, options)
+    except Rejected as rejected:
+        workspace.fault(rejected.code, f"ag_gemm({tuple(x.shape)}, {tuple(w.shape)})")
+        raise rejected.error from None
+    m, n, k = call.problem.m, call.problem.n, call.problem.k
+    keeps = call.problem.keeps_gathered
+    if out is None:
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
+    if m == 0:
+        return (out, x.new_empty((0, k))) if keeps else out
+    if call.decline is not None:
+        workspace.agree(call.label, call.call_hash)
+        product, gathered = reference.ag_gemm(x, w, workspace.world, options.layout)
+        out.copy_(product)
+        return (out, gathered) if keeps else out
+    x, w = validate.dense(x), validate.dense(w)
+    kept = torch.empty((m, k), dtype=torch.bfloat16, device=x.device) if keeps else None
+    for config in call.configs:
+        _launch(x, w, out, kept, workspace, call, config, options.traced)
+    return (out, kept) if kept is not None else out
+
+
+def prepare_ag_gemm(
+    workspace: TpSpWorkspace, chunk_rows: int, n: int, k: int, options: AgGemmOptions
+) -> None:
+    """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
+    device = workspace.world.device
+    x = torch.zeros(chunk_rows, k, dtype=torch.bfloat16, device=device)
+    w = torch.zeros((n, k) if options.layout == "tn" else (k, n), dtype=torch.bfloat16, device=device)
+    ag_gemm(x, w, workspace, options=options)
+    workspace.synchronize()
+    workspace.world.barrier()
+
+
+def describe_call(
+    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
+) -> Prepared:
+    """The plan and verdict of a call without making it.
+
+    Raises:
+        ArgumentError: as `ag_gemm`.
+    """
+    try:
+        return _prepare(x, w, workspace, options)
+    except Rejected as rejected:
+        raise rejected.error from None
+
+
+def _prepare(
+    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
+) -> Prepared:
+    workspace.ensure_alive()
+    device = workspace.world.device
+    validate.check_matrix("x", x, device)
+    validate.check_matrix("w", w, device)
+    key = (x.shape, w.shape, options)
+    call: Prepared | None = workspace.prepared.get(key)
+    if call is None:
+        call = workspace.prepared[key] = _plan(x, w, workspace, options)
+    return call
+
+
+def _plan(
+    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
+) -> Prepared:
+    validate.check_choice("layout", options.layout, tuple(LAYOUTS))
+    validate.check_choice("policy", options.policy, tuple(POLICIES))
+    validate.check_choice("order", options.order, tuple(ORDERS))
+    validate.check_choice("transport", options.transport, workspace.transports)
+    validate.check_cap(options.cap)
+    world = workspace.world
+    chunk_rows, k = x.shape
+    n, wanted = (w.shape[0], w.shape[1]) if options.layout == "tn" else (w.shape[1], w.shape[0])
+    if wanted != k:
+        raise validate.reject(
+            validate.SHAPE,
+            f"w: got shape {tuple(w.shape)} for layout {options.layout!r}, wanted a contraction of {k} "
+            f"as in x {tuple(x.shape)}",
+        )
+    if k == 0 or n == 0:
+        raise validate.reject(validate.SIZE, f"features: got k = {k} and n = {n}, wanted positive sizes")
+    m = chunk_rows * world.size
+    validate.check_room(workspace, m, k)
+    try:
+        problem = AgGemmProblem(m, n, k, world.size, options.layout, keep_gathered=options.keep_gathered)
+        plan = plan_ag_gemm(
+            problem, workspace.machine, cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
+            transport=_transport(problem, workspace, options), policy=options.policy, order=options.order,
+            movers_per_peer=options.movers_per_peer, split_k=options.split_k,
+        )  # fmt: skip
+    except HeuristicsError as error:
+        raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
+    decline = _decline(problem, plan, workspace, options)
+    agreed = ("ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows, options.policy == "serial",
+              decline is None)  # fmt: skip
+    call_hash = zlib.crc32(repr(agreed).encode()) & 0x7FFFFFFF
+    label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
+    if decline is not None and m > 0:
+        LOG.warning("%s takes the reference path: %s", label, decline)
+    return Prepared(problem, plan, decline, call_hash, _configs(problem, plan, options), label)
+
+
+def _transport(
+    problem: AgGemmProblem, workspace: TpSpWorkspace, options: AgGemmOptions
+) -> str | None:
+    if options.transport is None and len(workspace.transports) == 1:
+        return workspace.transports[0]
+    return options.transport
+
+
+def _decline(
+    problem: AgGemmProblem, plan: AgGemmPlan, workspace: TpSpWorkspace, options: AgGemmOptions
+) -> str | None:
+    if not workspace.world.fused:
+        return workspace.world.why_not_fused
+    virtual = workspace.world.describe() != "group"
+    verdict = can_fuse(problem, workspace.machine, plan, speed=not (virtual or options.force))
+    return None if verdict is None else verdict.reason
+
+
+def _configs(
+    problem: AgGemmProblem, plan: AgGemmPlan, options: AgGemmOptions
+) -> tuple[AgGemmConfig, ...]:
+    fused = AgGemmConfig(
+        TRANSPORT=TRANSPORTS[plan.transport],
+        LAYOUT=tl.constexpr(LAYOUTS[options.layout]),
+        ORDER=tl.constexpr(ORDERS[plan.order]),
+        POLICY=POLICIES[options.policy],
+        PHASE=codes.FUSED,
+        KEEP_GATHERED=tl.constexpr(int(problem.keeps_gathered)),
+        SLICES=tl.constexpr(plan.slices),
+        COPY_ELEMENTS=tl.constexpr(plan.copy_elements),
+        COPY_DEPTH=tl.constexpr(plan.copy_depth),
+        TILE_ROW_ROWS=tl.constexpr(plan.tile_row_rows),
+        BLOCK_M=tl.constexpr(plan.block_m),
+        BLOCK_N=tl.constexpr(plan.block_n),
+        BLOCK_K=tl.constexpr(plan.block_k),
+        STAGES=tl.constexpr(plan.num_stages),
+        GROUP_M=tl.constexpr(plan.group_m),
+        GROUP_ROWS=tl.constexpr(plan.group_rows),
+        SPLIT_K=tl.constexpr(plan.split_k),
+        CLAIM_RUN=tl.constexpr(plan.claim_run),
+        XCDS=tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
+        XCD_RUN=tl.constexpr(XCD_RUN),
+        STORE_SPLITS=tl.constexpr(1),
+        EVEN_K=tl.constexpr(int(problem.k % plan.block_k == 0)),
+        EVEN_N=tl.constexpr(int(problem.n % plan.block_n == 0)),
+    )
+    if options.policy != "serial":
+        return (fused,)
+    return fused._replace(PHASE=codes.GATHER_ONLY), fused._replace(PHASE=codes.BUILD_ONLY)
+
+
+def _launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    kept: torch.Tensor | None,
+    workspace: TpSpWorkspace,
+    call: Prepared,
+    config: AgGemmConfig,
+    traced: bool,
+) -> None:
+    plan, problem, world = call.plan, call.problem, workspace.world
+    workspace.begin(call.label)
+    gathered = workspace.buffer(int(words.GATHER.value)) if world.size > 1 else x
+    if kept is not None and plan.transport == "pull":
+        gathered = kept
+    ops = Operands(
+        x, w, out, gathered, gathered if kept is None else kept,
+        workspace.partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n),
+    )  # fmt: skip
+    serial = config.PHASE is not codes.FUSED
+    # A launch that only gathers has no use for builders.
+    movers = plan.cap if config.PHASE is codes.GATHER_ONLY else plan.num_movers
+    args = (
+        ops, workspace.context(traced), problem.m, problem.n, problem.k, movers, plan.split_tiles,
+        call.call_hash ^ (1 if serial and config.PHASE is codes.BUILD_ONLY else 0), config,
+    )  # fmt: skip
+    key = (problem, call.call_hash, plan, config.PHASE.value, traced, workspace.context_key)
+    world.launch(
+        ag_gemm_kernel, plan.cap, args, key, num_warps=plan.num_warps, num_stages=plan.num_stages
+    )
+
+
+__all__ = ["AgGemmOptions", "Prepared", "ag_gemm", "asdict", "describe_call", "prepare_ag_gemm"]
