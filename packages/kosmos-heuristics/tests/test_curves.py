@@ -47,13 +47,24 @@ def test_what_was_measured_replaces_the_packaged_figures():
 
 
 def test_plans_follow_the_measured_curves():
-    problem = AgGemmProblem(65536, 768, 4096, 2)
+    problem = AgGemmProblem(65536, 2304, 4096, 2)
+    slower = copy.deepcopy(MEASUREMENT)
+    slower["push_gbps"] = {"4": 60.0, "16": 140.0, "64": 150.0}
+    quick = plan_ag_gemm(problem, machine_from_measurement(MEASUREMENT))
+    slow = plan_ag_gemm(problem, machine_from_measurement(slower))
+    assert quick.num_movers < slow.num_movers
+    assert "measured on NVIDIA H200" in slow.explain()
+
+
+def test_of_a_copy_curve_only_the_peak_decides_a_crew():
+    # How a crew's rate rises beside builders is the rule's own; an idle GPU's curve does not say.
     slow_start = copy.deepcopy(MEASUREMENT)
     slow_start["push_gbps"] = {"4": 30.0, "48": 340.0}
-    quick = plan_ag_gemm(problem, machine_from_measurement(MEASUREMENT))
-    slow = plan_ag_gemm(problem, machine_from_measurement(slow_start))
-    assert quick.num_movers < slow.num_movers == 48
-    assert "measured on NVIDIA H200" in slow.explain()
+    measured = machine_from_measurement(MEASUREMENT)
+    for n in (768, 2304, 7168):
+        problem = AgGemmProblem(65536, n, 4096, 2)
+        crew = plan_ag_gemm(problem, machine_from_measurement(slow_start)).num_movers
+        assert crew == plan_ag_gemm(problem, measured).num_movers
 
 
 def test_measurement_as_file_or_data(tmp_path):

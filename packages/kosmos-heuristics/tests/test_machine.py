@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 
 import pytest
 from kosmos_heuristics import MACHINE_NAMES, Curve, Machine, MachineError, load_machine
@@ -52,21 +51,6 @@ def test_curve_is_linear_between_points_and_flat_beyond():
     assert curve.at(10) == 200
     assert curve.at(400) == 300
     assert curve.peak == 300
-
-
-def test_wgs_for_inverts_a_rising_curve():
-    rng = random.Random()
-    for _ in range(100):
-        wgs = sorted(rng.sample(range(1, 200), 5))
-        values = sorted(rng.sample(range(1, 10_000), 5))
-        curve = Curve(tuple(zip(wgs, map(float, values), strict=True)))
-        wanted = rng.uniform(0.01, curve.peak)
-        assert curve.at(curve.wgs_for(wanted)) == pytest.approx(wanted)
-        assert curve.wgs_for(2 * curve.peak) == wgs[-1]
-
-
-def test_wgs_for_stops_at_the_peak_of_a_curve_that_falls():
-    assert Curve(((8, 100.0), (16, 200.0), (32, 190.0))).wgs_for(500) == 16
 
 
 @pytest.mark.parametrize(

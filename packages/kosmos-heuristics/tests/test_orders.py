@@ -1,18 +1,20 @@
 """Queue orders against an independent enumeration, and their properties."""
 
+import dataclasses
 import random
 
 import pytest
-from kosmos_heuristics import AgGemmProblem, PlanError, load_machine, plan_ag_gemm
-from kosmos_heuristics.orders import MoverQueue, MoverUnit, Tile, TileQueue
+from kosmos_heuristics import AgGemmProblem, PlanError, TileShape, load_machine, plan_ag_gemm
+from kosmos_heuristics.orders import BuilderUnit, MoverQueue, MoverUnit, Tile, TileQueue
 from kosmos_heuristics.plans import ORDERS
+from kosmos_heuristics.tiles import tile_ids
 
 
 def ceil_div(a, b):
     return (a + b - 1) // b
 
 
-def random_queue(rng, order, world_size=None):
+def random_queue(rng, order, world_size=None, **split):
     world_size = world_size or rng.randint(1, 8)
     block_m = rng.choice([1, 2, 16])
     return TileQueue(
@@ -20,12 +22,15 @@ def random_queue(rng, order, world_size=None):
         rank=rng.randrange(world_size),
         chunk_rows=rng.choice([0, 1, rng.randint(1, 200), 64]),
         n=rng.randint(1, 100),
+        k=rng.randint(1, 100),
         block_m=block_m,
         block_n=rng.choice([1, 16, 32]),
+        block_k=rng.choice([1, 16, 32]),
         tile_row_rows=block_m * rng.choice([1, 2, 4]),
         group_m=rng.randint(1, 9),
         group_rows=rng.randint(1, 9),
         order=order,
+        **split,
     )
 
 
@@ -95,8 +100,8 @@ def test_local_tiles_come_first(order):
 
 
 def test_local_first_interleaves_peers_row_by_row():
-    queue = TileQueue(4, 2, chunk_rows=96, n=1, block_m=32, block_n=1, tile_row_rows=32,
-                      group_m=1, group_rows=1)  # fmt: skip
+    queue = TileQueue(4, 2, chunk_rows=96, n=1, k=1, block_m=32, block_n=1, block_k=1,
+                      tile_row_rows=32, group_m=1, group_rows=1)  # fmt: skip
     remote = [queue.tile(tile_id) for tile_id in range(queue.num_local, queue.num_ids)]
     assert [(tile.row_block, tile.src_rank) for tile in remote] == [
         (row, src) for row in range(3) for src in (3, 0, 1)
@@ -125,6 +130,98 @@ def test_ids_outside_the_queue_are_refused(order):
             queue.tile(tile_id)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_unsplit_units_are_the_tiles_in_order(order):
+    rng = random.Random()
+    for _ in range(50):
+        # One part a tile is no split, however many tiles it is said of.
+        queue = random_queue(rng, order, split_tiles=rng.choice([0, 5]))
+        assert queue.num_whole == queue.num_ids
+        full = [(i, tile) for i, tile in enumerate(walk(queue)) if not queue.is_empty(tile)]
+        assert list(queue.units()) == [BuilderUnit(i, tile, 0, 0, queue.k) for i, tile in full]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_units_are_claimed_from_two_queues(order):
+    rng = random.Random()
+    for _ in range(50):
+        queue = random_queue(
+            rng, order, split_k=rng.randint(2, 4), split_tiles=rng.choice([1, rng.randint(1, 90)])
+        )
+        tiles = walk(queue)
+        # As the builders do it: ids of the first queue, then tickets of the second.
+        whole = max(len(tiles) - queue.split_tiles, 0)
+        claims = [(i, 0, 1) for i in range(whole)]
+        for unit in range((len(tiles) - whole) * queue.split_k):
+            claims.append((whole + unit // queue.split_k, unit % queue.split_k, queue.split_k))
+        claims = [(i, part, parts) for i, part, parts in claims if not queue.is_empty(tiles[i])]
+        assert queue.num_whole == whole
+        units = list(queue.units())
+        assert [(unit.tile_id, unit.part) for unit in units] == [claim[:2] for claim in claims]
+        for unit, (tile_id, _, parts) in zip(units, claims, strict=True):
+            assert unit.tile == tiles[tile_id]
+            if parts == 1:
+                assert (unit.k_begin, unit.k_end) == (0, queue.k)
+
+
+def test_parts_cover_the_contraction_once_in_whole_steps():
+    rng = random.Random()
+    for _ in range(200):
+        queue = random_queue(rng, "local_first", split_k=rng.randint(2, 5), split_tiles=3)
+        parts = {}
+        for unit in queue.units():
+            if unit.tile_id >= queue.num_whole:
+                parts.setdefault(unit.tile_id, []).append(unit)
+        for units in parts.values():
+            assert [unit.part for unit in units] == list(range(queue.split_k))
+            columns = [k for unit in units for k in range(unit.k_begin, unit.k_end)]
+            assert columns == list(range(queue.k))
+            # Whole steps, evenly: no part is longer than the first, only the last may be ragged.
+            steps = -(-queue.k // queue.block_k)
+            longest = -(-steps // queue.split_k)
+            lengths = [unit.k_end - unit.k_begin for unit in units if unit.k_end > unit.k_begin]
+            assert all(length == longest * queue.block_k for length in lengths[:-1])
+            assert 0 < lengths[-1] <= longest * queue.block_k
+
+
+def test_k_ranges_of_a_short_contraction():
+    # Five steps of 16 in four parts of two: the last part is empty.
+    queue = TileQueue(1, 0, chunk_rows=1, n=1, k=70, block_m=1, block_n=1, block_k=16,
+                      tile_row_rows=1, group_m=1, group_rows=1,
+                      split_k=4, split_tiles=1)  # fmt: skip
+    ranges = [(unit.k_begin, unit.k_end) for unit in queue.units()]
+    assert ranges == [(0, 32), (32, 64), (64, 70), (70, 70)]
+
+
+@pytest.mark.parametrize("name", ["h200", "mi350x", "executor"])
+def test_units_of_a_plan(name):
+    machine, rng = load_machine(name), random.Random()
+    for _ in range(20):
+        problem = AgGemmProblem(4 * rng.randint(0, 700), 8 * rng.randint(1, 100), 512, 4, "nn")
+        split_k = rng.choice([None, 2, 8])
+        plan = plan_ag_gemm(problem, machine, split_k=split_k, order=rng.choice(ORDERS))
+        queue = TileQueue.of(problem, plan, rank=rng.randrange(4))
+        assert queue.num_ids - queue.num_whole == plan.split_tiles
+        units = list(queue.units())
+        split = [unit for unit in units if unit.tile_id >= queue.num_whole]
+        work = sum(unit.k_end - unit.k_begin for unit in units)
+        tiles = 4 * ceil_div(problem.chunk_rows, plan.block_m) * ceil_div(problem.n, plan.block_n)
+        assert work == tiles * problem.k
+        assert len(units) == tiles + len(split) * (plan.split_k - 1) // plan.split_k
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ids_are_counted_as_the_rules_count_them(order):
+    rng = random.Random()
+    for _ in range(200):
+        queue = random_queue(rng, order)
+        tile = TileShape(16, 16, 16, 4, 2)
+        queue = dataclasses.replace(queue, block_m=16, block_n=16, tile_row_rows=64)
+        world_size = queue.world_size
+        problem = AgGemmProblem(world_size * queue.chunk_rows, queue.n, queue.k, world_size)
+        assert tile_ids(problem, tile, queue.tile_row_rows, order) == queue.num_ids
+
+
 def test_queue_of_a_plan():
     problem = AgGemmProblem(4 * 70, 100, 128, 4)
     plan = plan_ag_gemm(problem, load_machine("executor"))
@@ -142,6 +239,10 @@ def test_queue_of_a_plan():
         ("rank", -1),
         ("world_size", 0),
         ("n", 0),
+        ("k", 0),
+        ("block_k", 0),
+        ("split_k", 0),
+        ("split_tiles", -1),
         ("group_m", 0),
         ("group_rows", 0),
         ("chunk_rows", -1),
@@ -155,8 +256,10 @@ def test_bad_queues_are_refused(field, value):
         "rank": 0,
         "chunk_rows": 64,
         "n": 64,
+        "k": 64,
         "block_m": 16,
         "block_n": 16,
+        "block_k": 16,
         "tile_row_rows": 32,
         "group_m": 2,
         "group_rows": 2,

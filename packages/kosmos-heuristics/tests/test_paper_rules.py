@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from kosmos_heuristics import AgGemmProblem, load_machine, plan_ag_gemm
+from kosmos_heuristics.orders import TileQueue
 from kosmos_heuristics.shapes import llama3
 
 MACHINES = [load_machine("mi350x"), load_machine("mi355x")]
@@ -73,6 +74,22 @@ def test_a8_limits_in_tiles_of_256(machine, tiles, factor):
     assert plan_ag_gemm(forward, machine).split_k == 1
 
 
+def test_a8_all_tiles_of_a_split_shape_are_split(machine):
+    for shape in llama3("ag_gemm", "nn"):
+        problem = AgGemmProblem(shape.m, shape.n, shape.k, 8, "nn")
+        plan = plan_ag_gemm(problem, machine)
+        all_ids = TileQueue.of(problem, plan, rank=0).num_ids
+        assert plan.split_tiles == (all_ids if plan.split_k > 1 else 0)
+
+
+def test_ragged_chunks_whose_padded_partials_do_not_fit_are_not_split(machine):
+    # 128 tiles of 256 x 256 as the paper counts, but 7 remote chunks of 32 rows that are numbered
+    # as whole tile rows: 1920 ids of 128 x 256.
+    problem = AgGemmProblem(256, 128 * 256, 4096, 8, "nn")
+    assert plan_ag_gemm(problem, machine).split_k == 1
+    assert plan_ag_gemm(dataclasses.replace(problem, world_size=1), machine).split_k == 2
+
+
 def test_short_contraction_is_not_split(machine):
     block_k = machine.tile.block_k
     assert plan_ag_gemm(AgGemmProblem(256, 256, 4 * block_k, 1, "nn"), machine).split_k == 4
@@ -109,6 +126,19 @@ def test_a11_crew_per_peer_is_kept_and_the_total_scales(machine, world_size):
 def test_a12_movers_take_at_most_half_the_cap(machine, cap, per_peer, movers):
     plan = plan_ag_gemm(AgGemmProblem(8192, 768, 4096, 8), machine, cap=cap)
     assert (plan.cap, plan.movers_per_peer, plan.num_movers) == (cap, per_peer, movers)
+
+
+def test_tiles_are_claimed_one_by_one(machine):
+    for layout in ("tn", "nn"):
+        for shape in llama3("ag_gemm", layout):
+            problem = AgGemmProblem(shape.m, shape.n, shape.k, 8, layout)
+            assert plan_ag_gemm(problem, machine).claim_run == 1
+
+
+@pytest.mark.parametrize(("movers", "slices"), [(1, 1), (6, 4), (8, 8)])
+def test_a_slice_for_each_mover_of_a_peer(machine, movers, slices):
+    problem = AgGemmProblem(8192, 768, 4096, 8)
+    assert plan_ag_gemm(problem, machine, movers_per_peer=movers).slices == slices
 
 
 def test_the_paper_pulls(machine):

@@ -1,9 +1,8 @@
-"""Plans on every machine: properties, rules from curves, overrides, explanations, refusals."""
+"""Plans on every machine: properties, overrides, explanations, refusals."""
 
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import pytest
 from kosmos_heuristics import (
@@ -15,11 +14,11 @@ from kosmos_heuristics import (
     plan_ag_gemm,
 )
 from kosmos_heuristics.ag_gemm import OVERRIDES
+from kosmos_heuristics.orders import TileQueue
+from kosmos_heuristics.plans import ORDERS
 from kosmos_heuristics.shapes import llama3
 
-# Rules from curves are tested on a machine of their own: the packaged figures change with every
-# new measurement.
-H200 = load_machine(Path(__file__).parent / "data" / "switched.json")
+H200 = load_machine("h200")
 EXECUTOR = load_machine("executor")
 
 
@@ -42,98 +41,39 @@ def test_properties_of_plans(name):
     for _ in range(300):
         problem = random_problem(rng)
         cap = rng.choice([None, rng.randint(2, 300)])
-        plan = plan_ag_gemm(problem, machine, cap=cap)
-        assert plan == plan_ag_gemm(problem, machine, cap=cap)
+        order = rng.choice(ORDERS)
+        plan = plan_ag_gemm(problem, machine, cap=cap, order=order)
+        assert plan == plan_ag_gemm(problem, machine, cap=cap, order=order)
         assert plan.cap == min(cap or machine.num_wgs, machine.num_wgs)
         assert plan.num_movers <= plan.cap - plan.num_movers
         assert (plan.num_movers > 0) == (problem.world_size > 1)
         assert plan.num_movers <= plan.movers_per_peer * problem.num_peers
+        # Only below one mover a peer do the peers share movers.
+        shared = problem.num_peers > plan.cap // 2
+        assert shared or plan.num_movers == plan.movers_per_peer * problem.num_peers
         assert plan.tile_row_rows % plan.slices == 0
         partial_bytes = plan.split_k * plan.split_tiles * plan.block_m * plan.block_n * 4
         assert (plan.split_k == 1) == (plan.split_tiles == 0)
-        assert plan.split_k == 1 or partial_bytes <= machine.max_split_k_bytes
+        assert plan.split_k in (1, 2, 4)
+        assert partial_bytes <= machine.max_split_k_bytes
+        assert plan.split_tiles <= TileQueue.of(problem, plan, rank=0).num_ids
         assert plan.split_k == 1 or problem.k >= plan.split_k * plan.block_k
+        assert plan.claim_run in (1, 2)
         explained = plan.explain()
         assert all(f"{field} = " in explained for field in plan.to_dict() if field != "rule")
         assert "derived from" not in explained
 
 
-def test_h200_crews_by_what_decides():
-    narrow = [(8192, 768, 4096), (8192, 1280, 8192), (65536, 768, 4096), (32768, 1280, 8192)]
-    for m, n, k in narrow:
-        plan = plan_ag_gemm(AgGemmProblem(m, n, k, 2), H200)
-        assert plan.num_movers == 32
-        assert "bytes decide" in plan.rule
-    for m, n, k in [(8192, 7168, 8192), (32768, 13312, 16384)]:
-        plan = plan_ag_gemm(AgGemmProblem(m, n, k, 2), H200)
-        assert 8 <= plan.num_movers <= 16
-        assert "GEMM decides" in plan.rule
-
-
-@pytest.mark.parametrize("world_size", range(2, 9))
-def test_crew_from_curves_is_shared_by_the_peers(world_size):
-    # Behind a switch the links serve any peer: 32 WGs saturate them however many peers there are.
-    plan = plan_ag_gemm(AgGemmProblem(840 * 8, 768, 4096, world_size), H200)
-    assert 32 <= plan.num_movers < 32 + world_size - 1
-    assert plan.movers_per_peer == -(-32 // (world_size - 1))
-
-
-def test_crew_from_curves_never_grows_with_width():
-    for world_size in range(2, 9):
-        for layout in ("tn", "nn"):
-            crews = [
-                plan_ag_gemm(AgGemmProblem(8192, n, 4096, world_size, layout), H200).num_movers
-                for n in range(256, 16384, 256)
-                if 8192 % world_size == 0
-            ]
-            assert crews == sorted(crews, reverse=True)
-
-
-def test_knee_is_the_last_point_of_near_full_rate_per_wg():
-    # Push: 42.5, 40.6 and 7.3 GB/s per WG at 4, 8 and 48 WGs.
-    assert knee_wgs(H200, "push") == 8
-
-
-def test_h200_pushes_unless_the_gathered_operand_is_kept():
-    problem = AgGemmProblem(8192, 768, 4096, 2)
-    assert plan_ag_gemm(problem, H200).transport == "push"
-    kept = dataclasses.replace(problem, keep_gathered=True)
-    assert plan_ag_gemm(kept, H200).transport == "pull"
-    dgrad = dataclasses.replace(problem, layout="nn")
-    assert plan_ag_gemm(dgrad, H200).transport == "pull"
-    assert plan_ag_gemm(kept, H200, transport="push").transport == "push"
-
-
-def test_h200_narrow_tiles_only_where_they_save_waves():
-    wide = plan_ag_gemm(AgGemmProblem(32768, 7168, 8192, 2), H200)
-    assert wide.block_n == 256
-    # 192 tiles of 256 columns take two rounds of 132 WGs, 384 of 128 columns three half rounds.
-    few = plan_ag_gemm(AgGemmProblem(8192, 768, 4096, 2), H200)
-    assert (few.block_n, few.num_stages) == (128, 4)
-    # 132 tiles of 256 columns fill the grid exactly once.
-    exact = plan_ag_gemm(AgGemmProblem(128 * 132, 256, 4096, 1), H200)
-    assert exact.block_n == 256
-
-
-def test_h200_splits_k_while_all_splits_fit_one_wave():
-    for layout in ("tn", "nn"):
-        few = plan_ag_gemm(AgGemmProblem(512, 512, 8192, 2, layout), H200)
-        tiles = 2 * 2 * 512 // few.block_n
-        assert few.split_k == 4
-        assert tiles * few.split_k <= few.cap
-        many = plan_ag_gemm(AgGemmProblem(8192, 768, 4096, 2, layout), H200)
-        assert many.split_k == 1
-
-
-@pytest.mark.parametrize(("tiles", "factor"), [(33, 4), (34, 2), (66, 2), (67, 1)])
-def test_h200_split_k_limits(tiles, factor):
-    problem = AgGemmProblem(128 * tiles, 128, 4096, 1)
-    assert plan_ag_gemm(problem, H200).split_k == factor
-
-
-def test_h200_sweeps_tile_rows_together_only_when_the_gather_is_ahead():
-    assert plan_ag_gemm(AgGemmProblem(8192, 7168, 8192, 2), H200).group_rows == 4
-    assert plan_ag_gemm(AgGemmProblem(8192, 768, 4096, 2), H200).group_rows == 1
+@pytest.mark.parametrize("name", MACHINE_NAMES)
+@pytest.mark.parametrize("num_wgs", [2, 3, 7, 16, 17])
+def test_plans_for_a_part_of_a_gpu(name, num_wgs):
+    # Virtual ranks on one GPU: each is a machine of few WGs.
+    machine = dataclasses.replace(load_machine(name), num_wgs=num_wgs)
+    rng = random.Random()
+    for _ in range(50):
+        plan = plan_ag_gemm(random_problem(rng), machine)
+        assert plan.cap == num_wgs
+        assert plan.num_movers <= num_wgs // 2
 
 
 def test_slices_do_not_depend_on_the_cap():
@@ -144,10 +84,11 @@ def test_slices_do_not_depend_on_the_cap():
             assert len(slices) == 1
 
 
-def test_a_slice_is_a_copy_step_or_more():
-    rng = random.Random()
+@pytest.mark.parametrize("name", MACHINE_NAMES)
+def test_a_slice_is_a_copy_step_or_more(name):
+    machine, rng = load_machine(name), random.Random()
     for _ in range(100):
-        plan = plan_ag_gemm(AgGemmProblem(8192, 768, k := 8 * rng.randint(1, 1000), 2), H200)
+        plan = plan_ag_gemm(AgGemmProblem(8192, 768, k := 8 * rng.randint(1, 1000), 2), machine)
         assert plan.slices == 1 or plan.tile_row_rows // plan.slices * k >= plan.copy_elements
 
 
@@ -179,10 +120,13 @@ def test_overrides_are_taken_and_explained():
         "xcd_bucketing": True,
         "num_xcds": 2,
         "copy_elements": 256,
+        "copy_depth": 1,
+        "split_tiles": 7,
+        "claim_run": 3,
     }
     assert set(given) == set(OVERRIDES)
-    plan = plan_ag_gemm(problem, H200, split_k=3, movers_per_peer=5, **given)
-    for name, value in {**given, "split_k": 3, "movers_per_peer": 5}.items():
+    plan = plan_ag_gemm(problem, H200, split_k=8, movers_per_peer=5, **given)
+    for name, value in {**given, "split_k": 8, "movers_per_peer": 5}.items():
         assert getattr(plan, name) == value
         line = next(line for line in plan.explain().splitlines() if line.startswith(f"{name} ="))
         assert "given by the caller" in line
@@ -193,6 +137,20 @@ def test_xcd_bucketing_override_brings_the_machines_xcds():
     mi350x = load_machine("mi350x")
     assert plan_ag_gemm(problem, mi350x, xcd_bucketing=True).num_xcds == 8
     assert plan_ag_gemm(problem, mi350x, xcd_bucketing=False).num_xcds == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MACHINE_NAMES)
+def test_a_given_split_is_that_of_all_tiles(name, order):
+    machine, rng = load_machine(name), random.Random()
+    for _ in range(50):
+        problem = random_problem(rng)
+        blocks = {"block_m": 32, "block_n": 64, "tile_row_rows": 128}
+        overrides = rng.choice([{}, blocks])
+        plan = plan_ag_gemm(problem, machine, order=order, split_k=4, **overrides)
+        assert plan.split_tiles == TileQueue.of(problem, plan, rank=0).num_ids
+        assert plan.split_k == (4 if problem.m else 1)
+        assert plan_ag_gemm(problem, machine, order=order, split_k=1).split_tiles == 0
 
 
 def test_plan_prints_in_one_line_and_as_json():
@@ -211,6 +169,7 @@ def test_every_field_shows_in_the_line_that_ranks_compare():
         "order": "naive",
         "rule": "another",
         "movers_per_peer": 33,
+        "copy_depth": 1,
         "xcd_bucketing": None,
     }
     for field, value in plan.to_dict().items():
@@ -235,8 +194,19 @@ def test_every_field_shows_in_the_line_that_ranks_compare():
         ({"movers_per_peer": 0}, "movers_per_peer"),
         ({"movers_per_peer": -1}, "movers_per_peer"),
         ({"split_k": 0}, "split_k"),
+        ({"split_k": 3}, "split_k"),
+        ({"split_k": 16}, "split_k"),
+        ({"split_k": 2.5}, "split_k"),
+        ({"split_tiles": -1}, "split_tiles"),
+        ({"split_tiles": 8, "split_k": 1}, "split_tiles"),
+        ({"split_tiles": 0, "split_k": 2}, "split_tiles"),
+        ({"claim_run": 0}, "claim_run"),
+        ({"copy_depth": 0}, "copy_depth"),
+        ({"copy_depth": 3}, "copy_depth"),
         ({"block_m": 100}, "block_m"),
         ({"block_n": 8}, "block_n"),
+        ({"block_k": 0}, "block_k"),
+        ({"num_stages": 0}, "num_stages"),
         ({"slices": 3}, "slices"),
         ({"slices": 512}, "slices"),
         ({"tile_row_rows": 64}, "tile_row_rows"),

@@ -44,9 +44,7 @@ def doctor(as_json: bool) -> int:
 @click.option("--png", "png_path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--quick", is_flag=True, help="Fewer points.")
 @click.option("--machine", help="Name to record.  [default: the GPU's]")
-def measure(
-    json_path: Path | None, png_path: Path | None, quick: bool, machine: str | None
-) -> int:
+def measure(json_path: Path | None, png_path: Path | None, quick: bool, machine: str | None) -> int:
     """Measure GB/s by movers, TFLOPS by builders, flags, launches, start order, power.
 
     With one GPU, start it directly; with N, under torchrun --nproc-per-node N -m kosmos_core.
@@ -67,18 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None means those of the process.
 
     Returns:
-        Exit status: that of the command, or 2 with one line on standard error for bad arguments.
+        Exit status: that of the command; with one line on standard error 2 for bad arguments or
+        where the command cannot run, and 1 for a measurement that went wrong.
     """
-    from kosmos_core.errors import WorldError
+    from kosmos_core.errors import KosmosError, WorldError
 
     try:
         status = cli.main(
             list(sys.argv[1:] if argv is None else argv), prog_name=PROG, standalone_mode=False
         )
-    except (click.ClickException, WorldError) as error:
+    except (click.ClickException, KosmosError) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo("error: " + " ".join(text.split()), err=True)
-        return 2
+        return 2 if isinstance(error, (click.ClickException, WorldError)) else 1
     except click.Abort:
         return 130
     return status if isinstance(status, int) else 0

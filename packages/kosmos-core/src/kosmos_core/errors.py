@@ -1,4 +1,7 @@
-"""Exceptions. A fault of a peer names rank, operation and flag; a bad argument names what it got and wanted."""
+"""Exceptions.
+
+A fault of a peer names rank, operation and flag; a bad argument names what it got and wanted.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ class KosmosError(RuntimeError):
 
 
 class ArgumentError(KosmosError, ValueError):
-    """A bad argument, found before launch. The message names the argument, what it got and what it wanted."""
+    """A bad argument, found before launch.
+
+    The message names the argument, what it got and what it wanted.
+    """
 
 
 class WorkspaceError(KosmosError, ValueError):
@@ -20,7 +26,9 @@ class WorldError(KosmosError):
 
 
 class PeerError(KosmosError):
-    """A collective call was given up on every rank. Sticky until a collective `reset()` of the workspace.
+    """A collective call was given up on every rank.
+
+    Sticky until a collective `reset()` of the workspace.
 
     Attributes:
         rank: rank that raises this exception.

@@ -1,4 +1,7 @@
-"""GPU launches with little host time: a compiled kernel is looked up by key instead of being specialised anew."""
+"""GPU launches with little host time.
+
+A compiled kernel is looked up by key instead of being specialised anew.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,22 @@ import triton
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for tensor descriptors that kernels build; stream-ordered, so a captured graph may replay it."""
+    """Memory for tensor descriptors that kernels build.
+
+    It is stream-ordered, so that a captured graph may replay it.
+    """
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+_INTERNED: dict[Hashable, int] = {}
+
+
+def intern_key(key: Hashable) -> int:
+    """A small integer for a launch key, equal for equal keys.
+
+    Hashing a whole plan at every call would cost more.
+    """
+    return _INTERNED.setdefault(key, len(_INTERNED))
 
 
 class Launcher:
@@ -40,10 +57,21 @@ class Launcher:
         full = (kernel, device, key)
         compiled = self._compiled.get(full)
         if compiled is None:
-            self._compiled[full] = kernel[(num_wgs,)](*args, num_warps=num_warps, num_stages=num_stages)
+            self._compiled[full] = kernel[(num_wgs,)](
+                *args, num_warps=num_warps, num_stages=num_stages
+            )
             return
         compiled.run(
-            num_wgs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args
+            num_wgs,
+            1,
+            1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *args,
         )
 
 

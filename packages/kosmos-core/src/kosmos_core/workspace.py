@@ -1,7 +1,7 @@
-"""A workspace: the memory that the calls of one group share, with the words by which its ranks meet.
+"""A workspace: memory that the calls of a group share, and the words by which its ranks meet.
 
-Creation, `reset()` and `destroy()` are collective. Epochs live on the device, so that a replayed graph advances
-them; nothing on the host depends on them.
+Creation, `reset()` and `destroy()` are collective. Epochs live on the device, so that a replayed
+graph advances them; nothing on the host depends on them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ FAULT_REASONS = {
 }
 
 
+# Workspaces left by an exception; peers may still reach their memory.
+_ABANDONED: list[Workspace] = []
+
+
 @dataclass(frozen=True)
 class Region:
     """A named region of symmetric memory.
@@ -72,7 +76,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def control_sizes(max_tile_rows: int) -> tuple[int, int, int]:
-    """(arrival stride, int32 words of a counter set, int32 words of an arrival set) for so many tile rows a source."""
+    """Sizes of the counters for so many tile rows a source.
+
+    Returns:
+        (arrival stride, int32 words of a counter set, int32 words of an arrival set).
+    """
     stride = 32
     while stride < max_tile_rows:
         stride *= 2
@@ -125,6 +133,7 @@ class Workspace:
         self.timeout_s = timeout_s
         self.trace_events = trace_events
         self.last_op = "none yet"
+        self._last_hash = 0
         self._first_epoch = first_epoch
         self._destroyed = False
         self._error: PeerError | None = None
@@ -195,7 +204,13 @@ class Workspace:
     @property
     def context_key(self) -> tuple[int, ...]:
         """The constants that code compiled for this workspace depends on."""
-        return (self.world.size, self._set_words, self._arrival_words, self._stride, self.trace_events)
+        return (
+            self.world.size,
+            self._set_words,
+            self._arrival_words,
+            self._stride,
+            self.trace_events,
+        )
 
     def context(self, traced: bool = False) -> Context:
         """What launches on this workspace pass as `ctx`."""
@@ -204,7 +219,10 @@ class Workspace:
     # ------------------------------------------------------------------ life
 
     def reset(self) -> None:
-        """Collective: zeroes every word, fills the start slots, and revives the workspace after an abort."""
+        """Zeroes every word, fills the start slots, and revives the workspace after an abort.
+
+        Collective.
+        """
         self.ensure_alive()
         self._error = None
         if not self.world.fused:
@@ -215,7 +233,9 @@ class Workspace:
         self._control.zero_()
         self._control[int(layout.EPOCH.value)] = _as_int32(e0)
         self._control[int(layout.RANK.value)] = self.world.rank
-        self._control[int(layout.BOUND_MS.value)] = max(1, min(int(self.timeout_s * 1000), 2**31 - 1))
+        self._control[int(layout.BOUND_MS.value)] = max(
+            1, min(int(self.timeout_s * 1000), 2**31 - 1)
+        )
         self._arrival.local.zero_()
         signal = torch.zeros(int(layout.SIGNAL_WORDS.value), dtype=torch.int64)
         ranks = int(layout.MAX_RANKS.value)
@@ -247,8 +267,13 @@ class Workspace:
     def __enter__(self) -> Workspace:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.destroy()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.destroy()
+        elif not self._destroyed:
+            # The peers may never come to a barrier, and may still write here: the memory stays.
+            self._destroyed = True
+            _ABANDONED.append(self)
 
     def ensure_alive(self) -> None:
         """Raises WorkspaceError once the workspace is destroyed."""
@@ -257,11 +282,12 @@ class Workspace:
 
     # ------------------------------------------------------------------ calls
 
-    def begin(self, op: str) -> None:
-        """Before a launch: raises what earlier calls left, keeps calls on different streams in order."""
+    def begin(self, op: str, call_hash: int) -> None:
+        """Before a launch: raises what earlier calls left, orders calls on different streams."""
         self.ensure_alive()
         self.check()
         self.last_op = op
+        self._last_hash = call_hash
         stream = self.world.current_stream()
         if self._last_stream is not None and stream != self._last_stream:
             self.world.order_after(self._last_stream)
@@ -288,7 +314,12 @@ class Workspace:
         self.check()
 
     def fault(self, reason: int, op: str) -> None:
-        """A bad argument was found on this rank: tells every peer, so that nobody waits for this rank's call."""
+        """Tells every peer of a bad argument on this rank, so that nobody waits for its call.
+
+        Args:
+            reason: key of `FAULT_REASONS`.
+            op: the call as error messages show it.
+        """
         if self._destroyed or not self.world.fused or self.world.size == 1:
             return
         self.last_op = op
@@ -297,11 +328,13 @@ class Workspace:
         self.world.launch(fault_kernel, 1, args, ("fault", code, reason), num_warps=8, num_stages=1)
 
     def agree(self, op: str, call_hash: int) -> None:
-        """Waits until every rank has made this same call; what a declined call does before the reference path.
+        """Waits until every rank has made this same call.
+
+        A declined call does this before it takes the reference path.
 
         Synchronizes: the host, except while a graph is captured.
         """
-        self.begin(op)
+        self.begin(op, call_hash)
         if self.world.size == 1 or not self.world.fused:
             return
         args = (self.context(), call_hash)
@@ -320,6 +353,7 @@ class Workspace:
         phase = layout.PHASE_NAMES.get(record[2], "?")
         flag = layout.FLAG_NAMES.get(record[3], "?")
         index, seen, wanted = record[4], record[5], record[6]
+        reason = FAULT_REASONS.get(seen, "argument")
         rank = self.world.rank
         kinds: dict[int, tuple[type[PeerError], str]] = {
             int(layout.TIMEOUT.value): (
@@ -335,34 +369,39 @@ class Workspace:
             ),
             int(layout.FAULT.value): (
                 PeerFaultError,
-                f"rank {raiser} refused its call before launch: bad {FAULT_REASONS.get(seen, 'argument')}",
+                f"rank {raiser} refused its call before launch: bad {reason}",
             ),
         }
         kind, text = kinds[code]
         message = (
-            f"rank {rank} of {self.world.size}, last call {self.last_op}: {text}. Outputs of this and later "
-            "calls are NaN; call reset() on every rank to go on"
+            f"rank {rank} of {self.world.size}, last call {self.last_op}: {text}. "
+            "Outputs of this and later calls are NaN; call reset() on every rank to go on"
         )
         return kind(
-            message, rank=rank, raised_by=raiser, peer=peer, op=self.last_op, phase=phase, flag=flag,
-            index=index, seen=seen, wanted=wanted,
+            message, rank=rank, raised_by=raiser, peer=peer, op=self.last_op, phase=phase,
+            flag=flag, index=index, seen=seen, wanted=wanted,
         )  # fmt: skip
 
     def _odd_one_out(self, signal: torch.Tensor) -> str:
-        """Names the minority where three or more ranks show a start word of the same epoch."""
+        """Names the minority where three or more ranks are seen to have made calls of one epoch."""
         ranks = int(layout.MAX_RANKS.value)
         epoch = int(self._control[int(layout.EPOCH.value)].cpu()) & _MASK32
         for e in (epoch, (epoch - 1) & _MASK32):
             first = int(layout.START.value) + (e & 1) * ranks
-            words = {p: int(signal[first + p]) for p in range(self.world.size) if p != self.world.rank}
+            words = {
+                p: int(signal[first + p]) for p in range(self.world.size) if p != self.world.rank
+            }
             hashes = {p: v >> 32 for p, v in words.items() if v & _MASK32 == e}
+            if not hashes:
+                continue
+            hashes[self.world.rank] = self._last_hash
             groups: dict[int, list[int]] = {}
             for p, h in hashes.items():
                 groups.setdefault(h, []).append(p)
             if len(groups) == 2:
                 small, large = sorted(groups.values(), key=len)
                 if len(small) < len(large):
-                    return f"; of its peers, {small} differ from {large}"
+                    return f"; ranks {small} differ from ranks {large}"
         return ""
 
 

@@ -170,6 +170,7 @@ def test_buffered_stores_become_visible_eventually():
         k_stuck_store[(2,)](x, x)
         ex.run()
         assert ex.stats["drains"] >= 1
+        assert any("until unreleased stores became visible: rank0.wg0" in t for t in ex.lints)
 
 
 @triton.jit

@@ -4,6 +4,8 @@
 is launched; :func:`estimate` predicts its time and :func:`can_fuse` declines what would lose.
 """
 
+from importlib.metadata import PackageNotFoundError, version
+
 from kosmos_heuristics.ag_gemm import plan_ag_gemm
 from kosmos_heuristics.curves import machine_from_measurement
 from kosmos_heuristics.errors import HeuristicsError, MachineError, PlanError, ProblemError
@@ -30,9 +32,15 @@ __all__ = [
     "ProblemError",
     "Reason",
     "TileShape",
+    "__version__",
     "can_fuse",
     "estimate",
     "load_machine",
     "machine_from_measurement",
     "plan_ag_gemm",
 ]
+
+try:
+    __version__ = version("kosmos-heuristics")
+except PackageNotFoundError:  # run from a source tree that is on the path but not installed
+    __version__ = "0+source"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kosmos_heuristics.cap import fit_movers, resolve_cap
@@ -10,9 +11,10 @@ from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.explain import Reason, given
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.movers import FIXED_MOVERS_PER_PEER, MoverChoice, ag_gemm_movers
-from kosmos_heuristics.plans import ORDERS, POLICIES, AgGemmPlan
+from kosmos_heuristics.plans import MAX_COPY_DEPTH, ORDERS, POLICIES, AgGemmPlan, check_field
 from kosmos_heuristics.problems import AgGemmProblem
 from kosmos_heuristics.tiles import (
+    RULES_SOURCE,
     choose_claim_run,
     choose_groups,
     choose_slices,
@@ -22,25 +24,19 @@ from kosmos_heuristics.tiles import (
     tile_ids,
 )
 
-# Steps whose loads a mover keeps in flight beyond the one it stores.
-COPY_DEPTH = 2
-
+TILE_FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 OVERRIDES = (
-    "block_m",
-    "block_n",
-    "block_k",
-    "num_warps",
-    "num_stages",
+    *TILE_FIELDS,
     "tile_row_rows",
     "slices",
     "group_m",
     "group_rows",
+    "split_tiles",
+    "claim_run",
     "xcd_bucketing",
     "num_xcds",
     "copy_elements",
     "copy_depth",
-    "split_tiles",
-    "claim_run",
 )
 
 
@@ -59,15 +55,16 @@ def plan_ag_gemm(
     """Plan one ``ag_gemm`` call. The same arguments give the same plan on every rank.
 
     Args:
-        problem: Sizes of the call; whether the gathered operand is kept decides the transport.
+        problem: Sizes of the call.
         machine: The GPU and its node.
         cap: Most WGs that the grid may have; None means all that are resident.
-        transport: ``pull`` or ``push``; None lets the rules choose.
+        transport: ``pull`` or ``push``; None means the machine's.
         policy: ``one_way`` (movers become builders), ``two_way``, ``fixed`` (8 movers per peer
             unless given, roles kept) or ``serial`` (gather first, then the GEMM).
         order: Queue order, ``local_first``, ``chunk_major`` or ``naive``.
         movers_per_peer: Movers for each remote peer, still fitted to the cap.
-        split_k: Contraction splits.
+        split_k: Contraction splits, a power of two up to 8, of all tiles unless ``split_tiles`` is
+            given too.
         **overrides: Any of ``OVERRIDES``, taken as given and validated.
 
     Returns:
@@ -78,10 +75,11 @@ def plan_ag_gemm(
     """
     check_choice(PlanError, "policy", policy, POLICIES, "choose a policy")
     check_choice(PlanError, "order", order, ORDERS, "choose an order")
-    for name in overrides:
+    for name, value in overrides.items():
         if name not in OVERRIDES:
             wanted = "one of " + ", ".join(OVERRIDES)
             raise PlanError("override", name, wanted, "check the name")
+        check_field(name, value)
     grid = resolve_cap(cap, machine.num_wgs)
     reasons = [
         Reason("cap", "all resident WGs", machine.source("num_wgs"))
@@ -94,7 +92,7 @@ def plan_ag_gemm(
         if order == "local_first"
         else given("order"),
     ]
-    way, reason = _choose_transport(problem, machine, transport)
+    way, reason = _choose_transport(machine, transport)
     reasons.append(reason)
 
     crew = _choose_crew(problem, machine, way, policy, movers_per_peer)
@@ -108,56 +106,59 @@ def plan_ag_gemm(
 
     tile, reason = choose_tile(problem, machine, grid)
     reasons.append(reason)
-    for name in ("block_m", "block_k", "num_warps", "num_stages"):
-        reasons.append(Reason(name, "goes with block_n", machine.source("tiles")))
-    splits, split_tiles, both = choose_split_k(problem, machine, tile, way, num_movers, grid)
-    if split_k is not None:
-        splits, split_tiles = split_k, 0 if split_k == 1 else tile_ids(problem, machine, tile)
+    for name in TILE_FIELDS:
+        if name != "block_n":
+            reasons.append(Reason(name, "goes with block_n", machine.source("tiles")))
+    # What follows counts the tiles that the call really has.
+    tile = replace(tile, **{name: overrides[name] for name in TILE_FIELDS if name in overrides})
+    tile_row_rows = overrides.get("tile_row_rows", machine.tile_row_rows)
+    reasons.append(Reason("tile_row_rows", "the machine's", machine.source("tile_row_rows")))
+    ids = tile_ids(problem, tile, tile_row_rows, order)
+
+    if split_k is None:
+        splits, split_tiles, both = choose_split_k(
+            problem, machine, tile, ids, way, num_movers, grid
+        )
+    else:
+        check_field("split_k", split_k)
+        splits, split_tiles = (split_k, ids) if split_k > 1 and ids else (1, 0)
         both = (given("split_k"), Reason("split_tiles", "all tiles", "follows a given split_k"))
     reasons.extend(both)
-    claim_run, reason = choose_claim_run(problem, machine, tile, grid)
+    claim_run, reason = choose_claim_run(machine, ids, grid)
     reasons.append(reason)
     bucketing, reason = choose_xcd_bucketing(problem, machine)
     reasons.append(reason)
-    group_m, group_rows, both = choose_groups(problem, machine, tile, way)
+    # The override of the switch alone means the machine's own XCDs.
+    num_xcds = machine.num_xcds if overrides.get("xcd_bucketing", bucketing) else 1
+    rule_xcds = "the machine's with xcd_bucketing"
+    reasons.append(Reason("num_xcds", rule_xcds, machine.source("num_xcds")))
+    group_m, group_rows, both = choose_groups(problem, machine, tile, tile_row_rows, way)
     reasons.extend(both)
 
-    copy_elements = overrides.get(
-        "copy_elements", machine.transport_named(way).copy_bytes // problem.element_bytes
-    )
+    copy_bytes = machine.transport_named(way).copy_bytes
+    copy_elements = overrides.get("copy_elements", copy_bytes // problem.element_bytes)
     reasons.append(Reason("copy_elements", "step of the measured curve", machine.source(way)))
-    reasons.append(Reason("copy_depth", f"{COPY_DEPTH} steps ahead", "latency under load"))
-    tile_row_rows = overrides.get("tile_row_rows", machine.tile_row_rows)
-    reasons.append(Reason("tile_row_rows", "the machine's", machine.source("tile_row_rows")))
-    # From the rule's crew, not the fitted one: the count that completes a tile row must not depend
-    # on a rank's cap.
+    depth = "loads in flight against the latency of a loaded link"
+    reasons.append(Reason("copy_depth", depth, RULES_SOURCE))
     slices, reason = choose_slices(
         problem, machine, tile_row_rows, copy_elements, crew.movers_per_peer
     )
     reasons.append(reason)
 
     chosen: dict[str, Any] = {
-        "block_m": tile.block_m,
-        "block_n": tile.block_n,
-        "block_k": tile.block_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **{name: getattr(tile, name) for name in TILE_FIELDS},
         "tile_row_rows": tile_row_rows,
         "slices": slices,
         "group_m": group_m,
         "group_rows": group_rows,
-        "xcd_bucketing": bucketing,
-        "copy_elements": copy_elements,
-        "copy_depth": COPY_DEPTH,
         "split_tiles": split_tiles,
         "claim_run": claim_run,
+        "xcd_bucketing": bucketing,
+        "num_xcds": num_xcds,
+        "copy_elements": copy_elements,
+        "copy_depth": MAX_COPY_DEPTH,
         **overrides,
     }
-    if "num_xcds" not in chosen:
-        # The override of the switch alone means the machine's own XCDs.
-        chosen["num_xcds"] = machine.num_xcds if chosen["xcd_bucketing"] else 1
-    num_xcds = Reason("num_xcds", "the machine's with xcd_bucketing", machine.source("num_xcds"))
-    reasons.append(num_xcds)
     final = [given(item.field) if item.field in overrides else item for item in reasons]
     return AgGemmPlan(
         cap=grid,
@@ -173,15 +174,12 @@ def plan_ag_gemm(
     )
 
 
-def _choose_transport(
-    problem: AgGemmProblem, machine: Machine, transport: str | None
-) -> tuple[str, Reason]:
+def _choose_transport(machine: Machine, transport: str | None) -> tuple[str, Reason]:
     if transport is not None:
         check_choice(PlanError, "transport", transport, TRANSPORTS, "choose a transport")
         return transport, given("transport")
-    return machine.transport, Reason(
-        "transport", f"the machine's: {machine.transport}", machine.source("transport")
-    )
+    rule = f"the machine's: {machine.transport}"
+    return machine.transport, Reason("transport", rule, machine.source("transport"))
 
 
 def _choose_crew(

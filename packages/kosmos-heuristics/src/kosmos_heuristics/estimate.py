@@ -112,13 +112,16 @@ def can_fuse(
     return None
 
 
-def _vendor_gemm_ms(problem: AgGemmProblem, machine: Machine, cap: int) -> float:
-    # Few rows: the weight is read once whatever m is, so memory bounds the time.
+def _operands_ms(problem: AgGemmProblem, machine: Machine) -> float:
+    """What bounds a GEMM of few rows: the weight is read once whatever m is."""
     operands = problem.m * problem.k + problem.n * problem.k + problem.m * problem.n
-    memory_ms = operands * problem.element_bytes / (machine.hbm_gbps * 1e6)
+    return operands * problem.element_bytes / (machine.hbm_gbps * 1e6)
+
+
+def _vendor_gemm_ms(problem: AgGemmProblem, machine: Machine, cap: int) -> float:
     share = machine.tflops.at(cap) / machine.tflops.at(machine.num_wgs)
     compute_ms = problem.flops / (share * machine.baseline.tflops * 1e9)
-    return max(memory_ms, compute_ms) + machine.baseline.gemm_us * 1e-3
+    return max(_operands_ms(problem, machine), compute_ms) + machine.baseline.gemm_us * 1e-3
 
 
 def _vendor_gather_ms(problem: AgGemmProblem, machine: Machine) -> float:
@@ -132,49 +135,83 @@ def _vendor_gather_ms(problem: AgGemmProblem, machine: Machine) -> float:
 
 def _fused_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:
     fixed_ms = machine.launch_us * 1e-3 + _copies_ms(problem, machine, plan)
-    tiles = tile_grid(problem, plan.block_m, plan.block_n) * plan.split_k
-    tile = _TileTime(problem, machine, plan)
+    return fixed_ms + max(_operands_ms(problem, machine), _overlapped_ms(problem, machine, plan))
+
+
+def _overlapped_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:
+    """From the first unit to the last tile."""
+    queue = _TileQueueTime(problem, machine, plan)
     if problem.num_peers == 0:
-        return fixed_ms + tile.rounds_ms(tiles, plan.cap)
+        return queue.from_start_ms(plan.cap)
     crew = plan.cap if plan.policy == "serial" else plan.num_movers
     rate = machine.gbps(plan.transport, crew, problem.num_peers)
     gather_ms = problem.remote_bytes / (rate * 1e6) + machine.flag_latency_us * 1e-3
     if plan.policy == "serial":
-        return fixed_ms + gather_ms + tile.rounds_ms(tiles, plan.cap)
+        return gather_ms + queue.from_start_ms(plan.cap)
     builders = plan.cap - plan.num_movers
     # With roles kept the movers do not join the builders once the gather is over.
     late = builders if plan.policy == "fixed" else plan.cap
     # The last tile row cannot start before the gather is over.
-    last = plan.row_blocks_per_tile_row * cdiv(problem.n, plan.block_n) * plan.split_k
-    left = max(tiles - gather_ms / tile.ms(builders) * builders, min(tiles, last))
-    # WGs are out of step by now: they end within a tile of each other, half a tile on average, and
+    last = plan.row_blocks_per_tile_row * cdiv(problem.n, plan.block_n)
+    left = max(1.0 - gather_ms / queue.total_ms(builders), min(1.0, last / queue.tiles))
+    # WGs are out of step by now: they end within a unit of each other, half a unit on average, and
     # then half of them are idle.
-    drain_ms = left / late * tile.ms(late) + 0.5 * tile.ms(late / 2)
-    return fixed_ms + gather_ms + max(tile.ms(min(left, late)), drain_ms)
+    drain_ms = left * queue.total_ms(late) + 0.5 * queue.last_ms(late / 2)
+    busy = min(left * queue.units, late)
+    return gather_ms + max(queue.last_ms(busy), drain_ms)
 
 
-class _TileTime:
-    """Time of a tile of one split, by how many WGs build at once (they share the power)."""
+class _TileQueueTime:
+    """Time of a plan's tile queue, by how many WGs build at once (they share the power).
+
+    Args:
+        problem: Sizes of the call, at least one row.
+        machine: The GPU and its node.
+        plan: The call's plan.
+    """
 
     def __init__(self, problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> None:
-        shape = (plan.block_m, plan.block_n)
+        self._machine = machine
+        self._plan = plan
         self._efficiency = 1.0
         for tile in machine.tiles:
-            if (tile.block_m, tile.block_n) == shape:
+            if (tile.block_m, tile.block_n) == (plan.block_m, plan.block_n):
                 self._efficiency = tile.efficiency
-        depth = cdiv(cdiv(problem.k, plan.split_k), plan.block_k) * plan.block_k
-        self._flops = 2 * plan.block_m * plan.block_n * depth
-        self._machine = machine
+        self._k = problem.k
+        self._part_k = cdiv(problem.k, plan.split_k)
+        self.tiles = tile_grid(problem, plan.block_m, plan.block_n)
+        self._split = min(plan.split_tiles, self.tiles)
+        self.units = self.tiles + self._split * (plan.split_k - 1)
 
-    def ms(self, builders: float) -> float:
-        """Milliseconds of a tile while ``builders`` WGs are busy."""
+    def unit_ms(self, k: int, builders: float) -> float:
+        """Milliseconds of a tile over ``k`` of the contraction while ``builders`` WGs are busy."""
+        depth = cdiv(k, self._plan.block_k) * self._plan.block_k
+        flops = 2 * self._plan.block_m * self._plan.block_n * depth
         per_wg = self._machine.tflops.at(builders) * self._efficiency / builders
-        return self._flops / (per_wg * 1e9) + self._machine.tile_us * 1e-3
+        return flops / (per_wg * 1e9) + self._machine.tile_us * 1e-3
 
-    def rounds_ms(self, tiles: int, wgs: int) -> float:
-        """Milliseconds of ``tiles`` tiles on ``wgs`` WGs that start together."""
-        rounds, rest = divmod(tiles, wgs)
-        return rounds * self.ms(wgs) + (self.ms(rest) if rest else 0.0)
+    def last_ms(self, builders: float) -> float:
+        """Milliseconds of a unit at the queue's end: a part if the tail is split."""
+        return self.unit_ms(self._part_k if self._split else self._k, builders)
+
+    def total_ms(self, builders: float) -> float:
+        """Milliseconds of the queue if all builders were busy all along."""
+        whole = (self.tiles - self._split) * self.unit_ms(self._k, builders)
+        parts = self._split * self._plan.split_k * self.unit_ms(self._part_k, builders)
+        return (whole + parts) / builders
+
+    def from_start_ms(self, wgs: int) -> float:
+        """Milliseconds of the queue on ``wgs`` WGs that start together, in whole waves."""
+        waves, rest = divmod(self.tiles - self._split, wgs)
+        parts = self._split * self._plan.split_k
+        total = waves * self.unit_ms(self._k, wgs)
+        if rest:
+            total += self.unit_ms(self._k, wgs if parts else rest)
+            # Who has no tile in the last wave takes parts meanwhile.
+            parts = max(0, parts - (wgs - rest) * self._plan.split_k)
+        waves, rest = divmod(parts, wgs)
+        total += waves * self.unit_ms(self._part_k, wgs)
+        return total + (self.unit_ms(self._part_k, rest) if rest else 0.0)
 
 
 def _copies_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:
@@ -186,5 +223,6 @@ def _copies_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> fl
         # Pulled rows land in the output itself; only the own chunk is copied into it.
         whole = plan.transport == "push" and problem.num_peers > 0
         copied += problem.world_size * problem.chunk_bytes if whole else problem.chunk_bytes
-    partials = problem.m * problem.n * FP32_BYTES * plan.split_k if plan.split_k > 1 else 0
+    tiles = min(plan.split_tiles, tile_grid(problem, plan.block_m, plan.block_n))
+    partials = tiles * plan.split_k * plan.block_m * plan.block_n * FP32_BYTES
     return 2 * (copied + partials) / (machine.hbm_gbps * 1e6)

@@ -21,18 +21,17 @@ B3_MOVERS_NARROW = 8
 # Two movers share a tile row, so that counters above 1 are exercised on the CPU too.
 EXECUTOR_MOVERS_PER_PEER = 2
 
-# Rules from curves, fitted to ag_gemm on two H200s (docs/benchmarking.md).
-# Beside builders, which load the memory system, c movers bring 1 - exp(-c / LOADED_CREW) of the peak.
-LOADED_CREW = 7.5
-# Crews that are considered, in WGs over all peers.
+# Rules from curves, fitted to ag_gemm on two H200s (docs/decisions/0003-h200-rules.md).
+# Beside builders, which load the memory system, c movers bring 1 - exp(-c / LOADED_CREW) of the
+# transport's peak.
+LOADED_CREW = 10.0
+# Crews that are considered, in WGs over all peers: from MIN_CREW in steps, up to half the WGs.
 MIN_CREW = 8
 CREW_QUANTUM = 4
-# Where the GEMM is the longer side by far, the gather is over within this share of it.
-GATHER_SHARE = 0.5
-# Crews whose predicted time is this close to the best are as good: the smallest is taken whose gather keeps
-# ahead of the builders, which is to end within SLACK of the predicted time.
-CLOSE = 1.045
-SLACK = 0.95
+# The smallest crew is taken whose predicted time is this close to the best; where bytes decide,
+# more movers bring ever less and are dearer than predicted.
+CLOSE = 1.03
+CLOSE_BYTES = 1.08
 
 
 @dataclass(frozen=True)
@@ -67,30 +66,12 @@ def _paper(problem: AgGemmProblem) -> MoverChoice:
     )
 
 
-def crew_gbps(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
-    """GB/s that a crew brings while the others build."""
-    peak = machine.peak_gbps(transport, problem.num_peers)
-    return peak * (1.0 - exp(-crew / LOADED_CREW))
-
-
 def gather_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
-    """Milliseconds in which a crew gathers everything; 0 without peers."""
+    """Milliseconds in which a crew gathers everything while others build; 0 without peers."""
     if problem.num_peers == 0:
         return 0.0
-    return problem.remote_bytes / (crew_gbps(problem, machine, transport, crew) * 1e6)
-
-
-def predicted_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
-    """Milliseconds of a call with so many movers: the longer of transport and building.
-
-    Transport ends with the last tile row and one more tile; building has all WGs less what the movers spend.
-    """
-    gather = gather_ms(problem, machine, transport, crew)
-    gemm = gemm_ms(problem, machine)
-    tile = machine.tile
-    tiles = max(1.0, problem.m / tile.block_m * problem.n / tile.block_n)
-    tile_ms = gemm * machine.num_wgs / tiles
-    return max(gather + tile_ms, gemm + crew * gather / machine.num_wgs)
+    loaded = 1.0 - exp(-crew / LOADED_CREW)
+    return problem.remote_bytes / (loaded * machine.peak_gbps(transport, problem.num_peers) * 1e6)
 
 
 def gemm_ms(problem: AgGemmProblem, machine: Machine) -> float:
@@ -98,18 +79,29 @@ def gemm_ms(problem: AgGemmProblem, machine: Machine) -> float:
     return problem.flops / (machine.tflops.at(machine.num_wgs) * 1e9)
 
 
-def _from_curves(problem: AgGemmProblem, machine: Machine, transport: str) -> MoverChoice:
-    peers = problem.num_peers
-    crews = range(MIN_CREW, machine.num_wgs // 2 + 1, CREW_QUANTUM)
-    times = {crew: predicted_ms(problem, machine, transport, crew) for crew in crews}
-    best = min(times.values())
-    good = [crew for crew in crews if times[crew] <= CLOSE * best]
+def _fused_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
+    """Milliseconds of a call with a crew, as far as the crew decides them.
+
+    The longer of transport, which is followed by at least one tile, and of building, from which
+    the crew is missing while it gathers.
+    """
+    gather = gather_ms(problem, machine, transport, crew)
     gemm = gemm_ms(problem, machine)
-    limit = max(GATHER_SHARE * gemm, SLACK * best - gemm / 8)
-    ahead = [c for c in good if gather_ms(problem, machine, transport, c) <= limit]
-    bytes_bound = gather_ms(problem, machine, transport, crews[-1]) >= gemm
-    total = good[0] if bytes_bound or not ahead else ahead[0]
-    gather = gather_ms(problem, machine, transport, total)
-    decides = "bytes decide" if gather >= gemm else "GEMM decides"
-    rule = f"curve: {decides} (gather {gather:.3f} ms, GEMM {gemm:.3f} ms), {total} WGs over {peers} peers"
-    return MoverChoice(cdiv(total, peers), rule, machine.source(transport))
+    tiles = max(1.0, problem.m / machine.tile.block_m * problem.n / machine.tile.block_n)
+    tile_ms = gemm * machine.num_wgs / tiles
+    return max(gather + tile_ms, gemm + gather * crew / machine.num_wgs)
+
+
+def _from_curves(problem: AgGemmProblem, machine: Machine, transport: str) -> MoverChoice:
+    crews = range(MIN_CREW, max(MIN_CREW, machine.num_wgs // 2) + 1, CREW_QUANTUM)
+    gathers = {crew: gather_ms(problem, machine, transport, crew) for crew in crews}
+    times = {crew: _fused_ms(problem, machine, transport, crew) for crew in crews}
+    gemm = gemm_ms(problem, machine)
+    close = CLOSE_BYTES if gathers[crews[-1]] >= gemm else CLOSE
+    crew = next(crew for crew in crews if times[crew] <= close * min(times.values()))
+    decides = "bytes decide" if gathers[crew] >= gemm else "GEMM decides"
+    rule = (
+        f"curve: {decides} (gather {gathers[crew]:.3f} ms, GEMM {gemm:.3f} ms), "
+        f"{crew} WGs over {problem.num_peers} peers"
+    )
+    return MoverChoice(cdiv(crew, problem.num_peers), rule, machine.source(transport))

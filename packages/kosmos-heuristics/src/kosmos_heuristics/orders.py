@@ -11,6 +11,9 @@ anything that replays a run. Numbering:
   computed by division only; row blocks past the chunk's end are empty and skipped by the consumer.
   Tile rows stand in groups of ``group_rows``: inside a group column by column, inside a column tile
   row by tile row, inside a tile row the ``T`` row blocks.
+- The last ``split_tiles`` ids stand in a queue of their own, in which each is ``split_k`` units:
+  unit ``ticket * split_k + part`` is that part of id ``num_whole + ticket``. Parts cover whole
+  steps of ``block_k``, so that only the last one that is not empty meets a ragged end of k.
 - ``local_first`` takes tile rows in gather order (row by row, sources from ``rank + 1`` on),
   ``chunk_major`` source by source from ``rank + 1`` on, ``naive`` source by source from 0 on with
   the own chunk in its place and no local part.
@@ -18,6 +21,7 @@ anything that replays a run. Numbering:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +40,20 @@ class Tile(NamedTuple):
     src_rank: int
     row_block: int
     col_block: int
+
+
+class BuilderUnit(NamedTuple):
+    """A builder's unit: columns ``k_begin`` to ``k_end`` of the contraction of a tile.
+
+    ``part`` counts the tile's parts; an unsplit tile has one. Where k is short the last parts are
+    empty, ``k_begin == k_end``.
+    """
+
+    tile_id: int
+    tile: Tile
+    part: int
+    k_begin: int
+    k_end: int
 
 
 class MoverUnit(NamedTuple):
@@ -58,12 +76,16 @@ class TileQueue:
         rank: This rank.
         chunk_rows: Rows of a rank's chunk.
         n: Columns of the output.
+        k: Contraction.
         block_m: Rows of a tile.
         block_n: Columns of a tile.
+        block_k: Contraction step.
         tile_row_rows: Rows of a tile row, a multiple of ``block_m``.
         group_m: Row blocks swept together in the local part.
         group_rows: Tile rows swept together in the remote part.
         order: ``local_first``, ``chunk_major`` or ``naive``.
+        split_k: Parts of the contraction of each split tile.
+        split_tiles: Tiles at the end of the queue that are split; all of them if there are fewer.
 
     Raises:
         PlanError: A number is out of range.
@@ -73,19 +95,25 @@ class TileQueue:
     rank: int
     chunk_rows: int
     n: int
+    k: int
     block_m: int
     block_n: int
+    block_k: int
     tile_row_rows: int
     group_m: int
     group_rows: int
     order: str = "local_first"
+    split_k: int = 1
+    split_tiles: int = 0
 
     def __post_init__(self) -> None:
         check_choice(PlanError, "order", self.order, ORDERS, "choose an order")
-        for name in ("world_size", "n", "block_m", "block_n", "group_m", "group_rows"):
+        for name in ("world_size", "n", "k", "group_m", "group_rows", "split_k"):
             check_int(PlanError, name, getattr(self, name), 1, _FIX)
-        check_int(PlanError, "chunk_rows", self.chunk_rows, 0, _FIX)
-        check_int(PlanError, "rank", self.rank, 0, _FIX)
+        for name in ("block_m", "block_n", "block_k"):
+            check_int(PlanError, name, getattr(self, name), 1, _FIX)
+        for name in ("chunk_rows", "rank", "split_tiles"):
+            check_int(PlanError, name, getattr(self, name), 0, _FIX)
         if self.rank >= self.world_size:
             raise PlanError("rank", self.rank, f"below world_size {self.world_size}", _FIX)
         check_int(PlanError, "tile_row_rows", self.tile_row_rows, 1, _FIX)
@@ -101,12 +129,16 @@ class TileQueue:
             rank=rank,
             chunk_rows=problem.chunk_rows,
             n=problem.n,
+            k=problem.k,
             block_m=plan.block_m,
             block_n=plan.block_n,
+            block_k=plan.block_k,
             tile_row_rows=plan.tile_row_rows,
             group_m=plan.group_m,
             group_rows=plan.group_rows,
             order=plan.order,
+            split_k=plan.split_k,
+            split_tiles=plan.split_tiles,
         )
 
     @property
@@ -144,6 +176,29 @@ class TileQueue:
     def num_ids(self) -> int:
         """Ids of the queue."""
         return self.num_local + self.num_remote
+
+    @property
+    def num_whole(self) -> int:
+        """Ids whose tiles are built whole; the others are split."""
+        return max(0, self.num_ids - self.split_tiles) if self.split_k > 1 else self.num_ids
+
+    def units(self) -> Iterator[BuilderUnit]:
+        """The units of all builders in claim order, empty row blocks left out.
+
+        Whole tiles first, then the parts of the split ones. This is the order of one queue: with
+        XCD bucketing the whole tiles are claimed from several, each of which keeps it.
+        """
+        span = cdiv(cdiv(self.k, self.block_k), self.split_k) * self.block_k
+        for tile_id in range(self.num_ids):
+            tile = self.tile(tile_id)
+            if self.is_empty(tile):
+                continue
+            if tile_id < self.num_whole:
+                yield BuilderUnit(tile_id, tile, 0, 0, self.k)
+                continue
+            for part in range(self.split_k):
+                k_begin, k_end = min(part * span, self.k), min((part + 1) * span, self.k)
+                yield BuilderUnit(tile_id, tile, part, k_begin, k_end)
 
     def tile(self, tile_id: int) -> Tile:
         """The tile of an id in ``0 .. num_ids - 1``; it may be empty.

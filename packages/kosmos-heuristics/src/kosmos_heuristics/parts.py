@@ -60,16 +60,6 @@ class Curve:
         """Largest measured value."""
         return max(value for _, value in self.points)
 
-    def wgs_for(self, value: float) -> float:
-        """Fewest WGs (a fraction) that reach ``value``; those of the peak if nothing does."""
-        target = min(value, self.peak)
-        left_wgs, left = 0, 0.0
-        for right_wgs, right in self.points:
-            if right >= target:
-                return left_wgs + (right_wgs - left_wgs) * (target - left) / (right - left)
-            left_wgs, left = right_wgs, right
-        return float(left_wgs)
-
 
 @dataclass(frozen=True)
 class TileShape:

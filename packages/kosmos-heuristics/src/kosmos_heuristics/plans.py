@@ -12,7 +12,52 @@ from kosmos_heuristics.machine import TRANSPORTS
 
 POLICIES = ("one_way", "two_way", "fixed", "serial")
 ORDERS = ("local_first", "chunk_major", "naive")
+# A mover's copy loop is written for at most so many steps in flight beyond the one it stores.
+MAX_COPY_DEPTH = 2
+# Partials are combined pair by pair, on at most three levels.
+MAX_SPLIT_K = 8
 _FIX = "change the override or leave the field to the rules"
+_POWERS_OF_TWO = {
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+    "num_warps": 1,
+    "tile_row_rows": 1,
+    "slices": 1,
+    "split_k": 1,
+    "copy_elements": 1,
+}
+_CHOICES = {"transport": TRANSPORTS, "policy": POLICIES, "order": ORDERS}
+_COUNTS = {
+    "movers_per_peer": 0,
+    "num_movers": 0,
+    "num_stages": 1,
+    "group_m": 1,
+    "group_rows": 1,
+    "split_tiles": 0,
+    "claim_run": 1,
+    "num_xcds": 1,
+    "copy_depth": 1,
+}
+_MOST = {"copy_depth": MAX_COPY_DEPTH, "split_k": MAX_SPLIT_K}
+
+
+def check_field(name: str, value: object) -> None:
+    """Check a field of a plan by itself, without its relation to others.
+
+    Raises:
+        PlanError: The value is outside what the kernels accept.
+    """
+    if name in _CHOICES:
+        check_choice(PlanError, name, value, _CHOICES[name], _FIX)
+    elif name in _POWERS_OF_TWO:
+        check_power_of_two(PlanError, name, value, _POWERS_OF_TWO[name], _FIX)
+    elif name in _COUNTS:
+        check_int(PlanError, name, value, _COUNTS[name], _FIX)
+    elif name == "xcd_bucketing" and not isinstance(value, bool):
+        raise PlanError(name, value, "a bool", _FIX)
+    if name in _MOST and isinstance(value, int) and value > _MOST[name]:
+        raise PlanError(name, value, f"at most {_MOST[name]}", _FIX)
 
 
 @dataclass(frozen=True)
@@ -33,7 +78,8 @@ class AgGemmPlan:
         slices: Mover units of a tile row; each is ``tile_row_rows / slices`` rows.
         group_m: Row blocks swept together per column in the local part of the tile queue.
         group_rows: Tile rows swept together per column in the remote part.
-        split_k: Contraction splits of each of the last ``split_tiles`` tiles, reduced in fixed order.
+        split_k: Contraction splits of each of the last ``split_tiles`` tiles, a power of two up to
+            8, combined pair by pair in fixed order.
         split_tiles: Tiles at the end of the queue that are split; 0 when ``split_k`` is 1.
         claim_run: Tiles claimed at once while the queue is deep.
         xcd_bucketing: Whether the tile queue is bucketed by XCD.
@@ -77,22 +123,11 @@ class AgGemmPlan:
 
     def __post_init__(self) -> None:
         check_int(PlanError, "cap", self.cap, MIN_CAP, "leave at least one mover and one builder")
-        check_choice(PlanError, "transport", self.transport, TRANSPORTS, _FIX)
-        check_choice(PlanError, "policy", self.policy, POLICIES, _FIX)
-        check_choice(PlanError, "order", self.order, ORDERS, _FIX)
-        for name in ("block_m", "block_n", "block_k"):
-            check_power_of_two(PlanError, name, getattr(self, name), 16, _FIX)
-        for name in ("num_warps", "tile_row_rows", "slices", "copy_elements"):
-            check_power_of_two(PlanError, name, getattr(self, name), 1, _FIX)
-        for name in ("num_stages", "group_m", "group_rows", "split_k", "claim_run", "copy_depth", "num_xcds"):
-            check_int(PlanError, name, getattr(self, name), 1, _FIX)
-        for name in ("movers_per_peer", "num_movers", "split_tiles"):
-            check_int(PlanError, name, getattr(self, name), 0, _FIX)
+        for item in fields(self):
+            check_field(item.name, getattr(self, item.name))
         self._check_relations()
 
     def _check_relations(self) -> None:
-        if not isinstance(self.xcd_bucketing, bool):
-            raise PlanError("xcd_bucketing", self.xcd_bucketing, "a bool", _FIX)
         if self.xcd_bucketing != (self.num_xcds > 1):
             wanted = "more than 1 with xcd_bucketing, 1 without"
             raise PlanError("num_xcds", self.num_xcds, wanted, "set both fields together")

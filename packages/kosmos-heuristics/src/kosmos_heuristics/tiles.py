@@ -1,4 +1,4 @@
-"""Tile shape, split-K, XCD bucketing, sweep groups and mover slices of ``ag_gemm``."""
+"""Tile shape, split-K, claims, XCD bucketing, sweep groups and mover slices of ``ag_gemm``."""
 
 from __future__ import annotations
 
@@ -14,32 +14,50 @@ PAPER_TILE = 256
 FP32_BYTES = 4
 # Paper, Table B.3 row 11: the factors that are tried, largest first.
 SPLIT_K_FACTORS = (4, 2)
-# A last, partial wave is split this many ways: the second part to finish adds the first to its own.
+# Paper, Table B.3 row 13.
+XCD_MAX_TILES = 1024
+XCD_MIN_TILE_ROWS = 5
+
+# The constants below were fitted on two H200s (docs/decisions/0003-h200-rules.md).
+# The last tiles are split this many ways: the second part to finish adds the first to its own.
 TAIL_SPLIT_K = 2
 # A last wave fuller than this is not split.
 FULL_WAVE = 0.6
 # Tiles claimed at once, in queues of at least so many waves.
 CLAIM_RUN = 2
 MIN_WAVES_FOR_RUNS = 3
-# Paper, Table B.3 row 13.
-XCD_MAX_TILES = 1024
-XCD_MIN_TILE_ROWS = 5
 # A smaller tile shape is considered while the default one fills the grid fewer times than this:
 # beyond, the part of the last wave that idles is a few percent and the larger tile is faster.
 FEW_WAVES = 2.0
-# Row blocks swept together per column of the local part: 8 x 128 rows by 16 columns of tiles in
-# flight keep operand reads of a 132-WG wave within a 50 MB L2.
+# Row blocks swept together per column: of the 132 tiles in flight, 16 x 128 rows by 8 x 256 columns
+# have the fewest operand bytes (the paper's rule set and small tiles: half as many rows).
 GROUP_M = 8
-# A mover's unit is about this many bytes: its claim and its flag cost as much as 60 KB of transport.
+GROUP_M_H200 = 16
+# A mover's unit is at most this large, and small enough that each mover has this many of them: a
+# claim and a flag cost as much as 60 KB of transport, but large units arrive in bursts.
 UNIT_BYTES = 512 * 1024
+MIN_UNIT_BYTES = 64 * 1024
+UNITS_PER_MOVER = 8
 # Tile rows are swept together only where the gather runs well ahead of the builders: the GEMM
 # takes at least this many times as long as the bytes.
 SWEEP_AHEAD = 4.0
+RULES_SOURCE = "docs/decisions/0003-h200-rules.md"
 
 
 def tile_grid(problem: AgGemmProblem, block_m: int, block_n: int) -> int:
     """Output tiles: each rank's chunk is tiled by itself, its last row block may be ragged."""
     return problem.world_size * cdiv(problem.chunk_rows, block_m) * cdiv(problem.n, block_n)
+
+
+def tile_ids(problem: AgGemmProblem, tile: TileShape, tile_row_rows: int, order: str) -> int:
+    """Ids in the tile queue, as ``orders.TileQueue`` numbers them.
+
+    Remote chunks count whole tile rows, the own chunk its row blocks (``naive``: tile rows too).
+    """
+    per_tile_row = max(1, tile_row_rows // tile.block_m)
+    padded = cdiv(problem.chunk_rows, tile_row_rows) * per_tile_row
+    own = padded if order == "naive" else cdiv(problem.chunk_rows, tile.block_m)
+    return (own + problem.num_peers * padded) * cdiv(problem.n, tile.block_n)
 
 
 def paper_tiles(problem: AgGemmProblem) -> tuple[int, int]:
@@ -65,100 +83,98 @@ def choose_tile(problem: AgGemmProblem, machine: Machine, cap: int) -> tuple[Til
     return best, Reason("block_n", rule, source)
 
 
-def tile_ids(problem: AgGemmProblem, machine: Machine, tile: TileShape) -> int:
-    """Ids in the local-first tile queue: whole tile rows of the peers, row blocks of the own chunk."""
-    per_row = max(1, machine.tile_row_rows // tile.block_m)
-    remote = problem.num_peers * cdiv(problem.chunk_rows, machine.tile_row_rows) * per_row
-    return (cdiv(problem.chunk_rows, tile.block_m) + remote) * cdiv(problem.n, tile.block_n)
-
-
 def choose_split_k(
-    problem: AgGemmProblem, machine: Machine, tile: TileShape, transport: str, crew: int, cap: int
+    problem: AgGemmProblem,
+    machine: Machine,
+    tile: TileShape,
+    ids: int,
+    transport: str,
+    crew: int,
+    cap: int,
 ) -> tuple[int, int, tuple[Reason, Reason]]:
-    """``(split_k, split_tiles)``. The partials of all splits must fit the machine's workspace bound."""
+    """``(split_k, split_tiles)``: how many parts, and how many tiles at the queue's end have them.
+
+    All partials together fit the machine's workspace bound, and each part has a step of the
+    contraction or more. Without such a split, ``(1, 0)``.
+
+    Args:
+        problem: Sizes of the call.
+        machine: The GPU and its node.
+        tile: Tile shape of the plan.
+        ids: Ids in the tile queue.
+        transport: ``pull`` or ``push``.
+        crew: Movers, fitted to the cap.
+        cap: WGs in the grid.
+    """
     if machine.rule_set == "mi350":
-        factor, rule, source = _paper_split_k(problem, machine, tile)
-        ids = tile_ids(problem, machine, tile)
-        factor, split_tiles = (factor, ids) if factor > 1 and ids else (1, 0)
-        which = "all tiles" if split_tiles else "no split"
-        return (
-            factor,
-            split_tiles,
-            (Reason("split_k", rule, source), Reason("split_tiles", which, source)),
-        )
-    factor, split_tiles, rule = 1, 0, "no split under this rule set"
-    if machine.rule_set == "h200":
-        factor, split_tiles, rule = _tail_split(problem, machine, tile, transport, crew, cap)
-    source = "closed form of tiles and cap"
-    return (
-        factor,
-        split_tiles,
-        (Reason("split_k", rule, source), Reason("split_tiles", rule, source)),
-    )
+        factors, split_tiles, why = _paper_split(problem, machine, ids)
+        source = "paper Table B.3, reading A8 (a)"
+    elif machine.rule_set == "h200":
+        factors, split_tiles, why = _tail_split(problem, machine, ids, transport, crew, cap)
+        source = RULES_SOURCE
+    else:
+        factors, split_tiles, why = (), 0, "no split on the executor"
+        source = machine.source("rule_set")
+    for factor in factors if split_tiles else ():
+        partial_bytes = factor * split_tiles * tile.block_m * tile.block_n * FP32_BYTES
+        if partial_bytes <= machine.max_split_k_bytes and problem.k >= factor * tile.block_k:
+            which = f"{why}: the last {split_tiles} of {ids} tiles in {factor} parts"
+            return factor, split_tiles, _split_reasons(which, source)
+    if factors and split_tiles:
+        why += ": the queue's partials do not fit, or k is short"
+    return 1, 0, _split_reasons(why, source)
 
 
-def _paper_split_k(
-    problem: AgGemmProblem, machine: Machine, tile: TileShape
-) -> tuple[int, str, str]:
+def _split_reasons(rule: str, source: str) -> tuple[Reason, Reason]:
+    return Reason("split_k", rule, source), Reason("split_tiles", rule, source)
+
+
+def _paper_split(
+    problem: AgGemmProblem, machine: Machine, ids: int
+) -> tuple[tuple[int, ...], int, str]:
+    """``(factors to try, tiles to split, rule)``: all tiles, where the paper's partials fit."""
     if problem.layout != "nn":
-        return 1, "B.3 row 11 covers the row dgrad only", "paper Table B.3"
+        return (), 0, "B.3 row 11 covers the row dgrad only"
     tiles, _ = paper_tiles(problem)
-    partial_bytes = tiles * PAPER_TILE * PAPER_TILE * FP32_BYTES
-    limit = f"{machine.max_split_k_bytes >> 20} MiB"
-    source = "paper Table B.3, reading A8 (a)"
-    for factor in SPLIT_K_FACTORS:
-        if factor * partial_bytes <= machine.max_split_k_bytes and _splits(problem, tile, factor):
-            return factor, f"B.3 row 11: {factor} partials of {tiles} tiles fit {limit}", source
-    return 1, f"B.3 row 11: 2 partials of {tiles} tiles do not fit {limit}, or k is short", source
+    bytes_per_part = tiles * PAPER_TILE * PAPER_TILE * FP32_BYTES
+    factors = tuple(
+        factor for factor in SPLIT_K_FACTORS if factor * bytes_per_part <= machine.max_split_k_bytes
+    )
+    verdict = f"{'fit' if factors else 'do not fit'} {machine.max_split_k_bytes >> 20} MiB"
+    return factors, ids, f"B.3 row 11: {(factors or (2,))[0]} partials of {tiles} tiles {verdict}"
 
 
 def _tail_split(
-    problem: AgGemmProblem, machine: Machine, tile: TileShape, transport: str, crew: int, cap: int
-) -> tuple[int, int, str]:
-    """Few tiles are split so that they fill the grid; else the last half wave, where that shortens the end.
+    problem: AgGemmProblem, machine: Machine, ids: int, transport: str, crew: int, cap: int
+) -> tuple[tuple[int, ...], int, str]:
+    """``(factors to try, tiles to split, rule)``: the tiles that end the call.
 
-    Nothing can overlap what follows the last arrival, so where the gather is the longer side the tiles behind
-    it are halved. Where the GEMM is, a last wave that would be more than `FULL_WAVE` full is left whole: the
-    partials would cost more than they save.
+    Few tiles are all split, so that they fill the grid. Else at most as many as fill it with their
+    parts: nothing can overlap what follows the last arrival, so where the gather is the longer side
+    the tiles behind it are halved. Where the GEMM is, that pays only if the last wave is not nearly
+    full anyway.
     """
-    ids = tile_ids(problem, machine, tile)
-    gemm = gemm_ms(problem, machine)
-    gather = gather_ms(problem, machine, transport, crew)
-    if ids <= cap // TAIL_SPLIT_K:
-        wanted = ids
-    else:
-        waves = ids / cap * (1.0 + crew * gather / (gemm * machine.num_wgs)) if gemm else 0.0
-        wanted = cap // 2 if gather >= gemm or waves % 1.0 <= FULL_WAVE else 0
-    factors = SPLIT_K_FACTORS if ids <= cap // SPLIT_K_FACTORS[0] else (TAIL_SPLIT_K,)
-    for factor in factors if wanted else ():
-        partial_bytes = factor * wanted * tile.block_m * tile.block_n * FP32_BYTES
-        if partial_bytes <= machine.max_split_k_bytes and _splits(problem, tile, factor):
-            return factor, wanted, f"{wanted} of {ids} tiles in {factor} parts each"
-    return 1, 0, f"{ids} tiles fill their waves, or k is short: whole tiles"
+    tail = cap // TAIL_SPLIT_K
+    if ids <= tail:
+        most = cap // SPLIT_K_FACTORS[0]
+        return SPLIT_K_FACTORS if ids <= most else (TAIL_SPLIT_K,), ids, "few tiles"
+    gather, gemm = gather_ms(problem, machine, transport, crew), gemm_ms(problem, machine)
+    if gather >= gemm:
+        return (TAIL_SPLIT_K,), tail, "the gather is the longer side"
+    # The share of the grid that gathers instead of building lengthens the queue.
+    waves = ids / cap * (1.0 + crew * gather / (gemm * machine.num_wgs))
+    if 0 < waves % 1.0 <= FULL_WAVE:
+        return (TAIL_SPLIT_K,), tail, f"{waves:.2f} waves, the last one not full"
+    return (), 0, f"{waves:.2f} waves, the last one nearly full: whole tiles"
 
 
-def gather_over_gemm(problem: AgGemmProblem, machine: Machine, transport: str) -> float:
-    """Time of the bytes at the transport's peak over time of the GEMM on the whole device."""
-    gemm = gemm_ms(problem, machine)
-    if problem.num_peers == 0 or gemm == 0:
-        return 0.0
-    return problem.remote_bytes / (machine.peak_gbps(transport, problem.num_peers) * 1e6) / gemm
-
-
-def choose_claim_run(
-    problem: AgGemmProblem, machine: Machine, tile: TileShape, cap: int
-) -> tuple[int, Reason]:
-    """Tiles a builder claims at once: two while the queue is deep, so that a claim is paid once for both."""
+def choose_claim_run(machine: Machine, ids: int, cap: int) -> tuple[int, Reason]:
+    """Tiles that a builder claims at once: two in a deep queue, so that one claim pays for both."""
     if machine.rule_set == "mi350":
         return 1, Reason("claim_run", "one tile a claim", "paper section 3.1.1")
-    deep = tile_ids(problem, machine, tile) >= MIN_WAVES_FOR_RUNS * cap
+    deep = ids >= MIN_WAVES_FOR_RUNS * cap
     rule = f"{'at least' if deep else 'under'} {MIN_WAVES_FOR_RUNS} waves of {cap}"
-    return (CLAIM_RUN if deep else 1), Reason("claim_run", rule, "claim latency over tile time")
-
-
-def _splits(problem: AgGemmProblem, tile: TileShape, factor: int) -> bool:
-    # Every split needs at least one whole step of the contraction.
-    return problem.k >= factor * tile.block_k
+    return CLAIM_RUN if deep else 1, Reason("claim_run", rule, RULES_SOURCE)
 
 
 def choose_xcd_bucketing(problem: AgGemmProblem, machine: Machine) -> tuple[bool, Reason]:
@@ -179,35 +195,45 @@ def choose_slices(
 ) -> tuple[int, Reason]:
     """Mover units per tile row, a power of two that divides the tile row.
 
-    From curves: units of about ``UNIT_BYTES``. Paper's rule set and the executor: a slice for each mover of a
-    peer, so that all of them work on one tile row, each slice a copy step or more.
+    Rule set ``h200``: units of at most ``UNIT_BYTES``, ``UNITS_PER_MOVER`` or more for each mover.
+    Others: a slice for each mover of a peer, so that all of them work on one tile row, each slice a
+    copy step or more.
+
+    Args:
+        problem: Sizes of the call.
+        machine: The GPU and its node.
+        tile_row_rows: Rows of a tile row, a power of two.
+        copy_elements: Elements that a mover moves per step.
+        movers: Movers of a peer by the rule, before the fit to a cap: the count that completes a
+            tile row must not depend on a rank's cap.
     """
-    row_bytes = tile_row_rows * problem.k * problem.element_bytes
+    row_elements = tile_row_rows * problem.k
     if machine.rule_set == "h200":
-        most, why = max(1, row_bytes // UNIT_BYTES), f"units of about {UNIT_BYTES >> 10} KiB"
-        source = "docs/benchmarking.md"
+        share = problem.chunk_bytes // max(1, movers * UNITS_PER_MOVER)
+        unit = max(MIN_UNIT_BYTES, min(UNIT_BYTES, share))
+        # Rounded up to a power of two: units are smaller rather than larger.
+        slices = 1 << (cdiv(row_elements * problem.element_bytes, unit) - 1).bit_length()
+        why, source = f"units of {unit >> 10} KiB or less", RULES_SOURCE
     else:
-        steps = row_bytes // problem.element_bytes // copy_elements
-        most, why = max(1, min(movers, steps)), f"up to {movers} movers a peer, a copy step or more"
+        most = max(1, min(movers, row_elements // copy_elements))
+        slices = 1 << (most.bit_length() - 1)
+        why = f"up to {movers} movers a peer, a copy step or more"
         source = "paper section 3.2: a mover takes one slice of a tile row"
-    slices = 1
-    while slices * 2 <= min(most, tile_row_rows):
-        slices *= 2
-    return slices, Reason("slices", f"power of two, {why}", source)
+    return min(slices, tile_row_rows), Reason("slices", f"power of two, {why}", source)
 
 
 def choose_groups(
-    problem: AgGemmProblem, machine: Machine, tile: TileShape, transport: str
+    problem: AgGemmProblem, machine: Machine, tile: TileShape, tile_row_rows: int, transport: str
 ) -> tuple[int, int, tuple[Reason, Reason]]:
     """``(group_m, group_rows)``: sweep groups of the local and of the remote part."""
-    group_m = 2 if machine.rule_set == "executor" else GROUP_M
+    group_m = {"executor": 2, "h200": GROUP_M_H200}.get(machine.rule_set, GROUP_M)
     local = Reason("group_m", f"{group_m} row blocks a column", "L2 reuse of a wave of tiles")
-    row_blocks = machine.tile_row_rows // tile.block_m
     if machine.rule_set != "h200":
         why = "one tile row at a time, in gather order"
         return group_m, 1, (local, Reason("group_rows", why, "paper section 3.2"))
-    ratio = gather_over_gemm(problem, machine, transport)
-    ahead = 0 < ratio * SWEEP_AHEAD <= 1.0
+    bytes_ms = problem.remote_bytes / (machine.peak_gbps(transport, problem.num_peers) * 1e6)
+    ahead = 0 < bytes_ms * SWEEP_AHEAD <= gemm_ms(problem, machine)
+    row_blocks = max(1, tile_row_rows // tile.block_m)
     group_rows = max(1, group_m // row_blocks) if ahead else 1
     why = (
         f"GEMM {'is' if ahead else 'is not'} {SWEEP_AHEAD:g} times the bytes: "

@@ -2,7 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["__version__"]
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, prepare_ag_gemm
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+__all__ = ["AgGemmOptions", "TpSpWorkspace", "__version__", "ag_gemm", "prepare_ag_gemm"]
 
 try:
     __version__ = version("kosmos-tpsp")

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from kosmos_core.device import layout
 from kosmos_core.errors import WorkspaceError
-from kosmos_core.workspace import DEFAULT_TIMEOUT_S, SPLIT_TICKETS, Region, Workspace, workspace_num_bytes
+from kosmos_core.workspace import (
+    DEFAULT_TIMEOUT_S,
+    SPLIT_TICKETS,
+    Region,
+    Workspace,
+    workspace_num_bytes,
+)
 from kosmos_core.worlds import World
 from kosmos_heuristics import Machine, load_machine
 
@@ -34,14 +40,16 @@ def _regions(
 class TpSpWorkspace(Workspace):
     """Symmetric memory and words for the TP+SP operations of one group.
 
-    Collective: every rank of the world creates, resets and destroys it together, with equal arguments.
+    Collective: every rank of the world creates, resets and destroys it together, with equal
+    arguments.
 
     Args:
         world: where the ranks live.
         max_tokens: largest number of gathered rows m of any call.
         max_features: largest width k of a gathered row.
         transports: which transports calls may use; "pull" needs a two-deep shard region.
-        machine: machine model that plans are made for; rank 0's is used by all. None takes the world's own.
+        machine: machine model that plans are made for; rank 0's is used by all. None takes the
+            world's own.
         timeout_s: bound of every wait.
         trace_events: events a workgroup may record in traced calls.
         first_epoch: epoch of the first call.
@@ -102,15 +110,20 @@ class TpSpWorkspace(Workspace):
         """FP32 scratch for split-K partial tiles, grown outside graph capture only.
 
         Raises:
-            WorkspaceError: the call needs more than the workspace may grow to, or would grow it during capture.
+            WorkspaceError: the call needs more than the workspace may grow to, or would grow it
+                during capture.
         """
         needed = tiles * split_k * block_m * block_n if split_k > 1 else 4
-        if tiles > SPLIT_TICKETS and split_k > 1:
-            raise WorkspaceError(f"split_k: {tiles} tiles, wanted at most {SPLIT_TICKETS}; use split_k=1")
+        if split_k > 1 and tiles * split_k > SPLIT_TICKETS:
+            raise WorkspaceError(
+                f"split_k: {tiles} tiles in {split_k} parts, wanted at most {SPLIT_TICKETS} parts; "
+                "use split_k=1"
+            )
         if self._partials is None or self._partials.numel() < needed:
             if self.world.is_capturing():
                 raise WorkspaceError(
-                    "split_k: the partials would be allocated during graph capture; call prepare() first"
+                    "split_k: the partials would be allocated during graph capture; "
+                    "call prepare() first"
                 )
             self._partials = self.world.local("partials", needed, torch.float32)
         return self._partials

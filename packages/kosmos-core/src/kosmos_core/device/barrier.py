@@ -1,16 +1,35 @@
 """Beginning and end of a call, start words, and elections of the last to arrive.
 
-| word | writer | reader | scope | order | guards |
-|---|---|---|---|---|---|
-| epoch (control header) | last workgroup to leave, plain | every workgroup at entry, plain | launch boundary | plain | which slots and sets this call uses |
-| ticket | every workgroup, +1 | same | gpu | relaxed | role by order of arrival |
-| other set of counters; other arrival set | workgroup with ticket 0, plain (arrivals: not once aborted) | next call | launch boundary; peers: start word | plain | counters are 0 when next used |
-| start word [parity][peer] | that peer, exchange | any workgroup about to touch the peer; last to leave | sys | barrier + release / acquire | "my previous call is over and my input is in place", with the call's hash |
-| leave | every workgroup, +1 | last workgroup | gpu | barrier + acq_rel | everything this rank did in the call, before the epoch moves |
-| status | last workgroup to leave, plain | host | launch boundary | plain | the host learns of an abort without a copy |
+=============== =================== ==================== ====== ============= ======================
+word            writer              reader               scope  order         guards
+=============== =================== ==================== ====== ============= ======================
+epoch           last workgroup to   every workgroup at   launch plain         which slots and sets
+                leave               entry                                     this call uses
+ticket          every workgroup, +1 the same workgroup   gpu    relaxed       nothing: role by order
+                                                                              of arrival
+next counters   ticket 0, zeroes    workgroups of the    launch plain         that they are 0 when
+                                    next call                                 next used
+next arrivals   ticket 0, zeroes    peers, in the next   sys    plain, before that they are 0 when
+                unless aborted      call                        the next      next used
+                                                                start word
+start word      the peer, exchange  whoever is about to  sys    barrier +     the peer's last call
+                                    touch the peer; last        release;      is over, its input in
+                                    to leave                    acquire       place; which call it
+                                                                              makes
+leave           every workgroup, +1 the last workgroup   gpu    barrier +     all this rank did,
+                                                                acq_rel       before the epoch moves
+elections       each of `total`, +1 the last of them     gpu    barrier +     what the others stored
+                (`elect_last`)                                  acq_rel
+status          last workgroup to   host                 launch plain         that the host learns
+                leave;                                                        of an abort without a
+                `fault_kernel`                                                copy
+=============== =================== ==================== ====== ============= ======================
 
-Start words are int64, hash << 32 | epoch, in two slots a peer by parity, compared for equality: a peer may
-already be in the next call while this rank is still in this one.
+Scope "launch" is the boundary between two launches of a stream. Next counters and next arrivals are
+the sets of the other parity. The counters that operations elect on stand in their own modules.
+
+Start words are int64, hash << 32 | epoch, in two slots a peer by parity, compared for equality: a
+peer may already be in the next call while this rank is still in this one.
 """
 
 import triton
@@ -46,7 +65,10 @@ EPOCH_MASK = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def elect_last(counter_ptr, total, TARGET: tl.constexpr):
-    """Counts this workgroup in; True for the last of `total`, who then sees what all the others stored."""
+    """Counts this workgroup in and elects the last.
+
+    True for the last of `total`, who then sees what all the others stored.
+    """
     publish("gpu", TARGET)
     return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == total - 1
 
@@ -60,7 +82,10 @@ def zero_words(ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def call_enter(ctx, call_hash):
-    """Takes an arrival ticket and reads which call this is. Returns (Call, Standing)."""
+    """Takes an arrival ticket and reads which call this is.
+
+    Returns (Call, Standing).
+    """
     rank = tl.load(ctx.control_ptr + RANK)
     epoch = tl.load(ctx.control_ptr + EPOCH)
     bound_ns = tl.load(ctx.control_ptr + BOUND_MS).to(tl.int64) * 1000000
@@ -80,18 +105,25 @@ def start_publish(ctx, call):
     publish("sys", ctx.TARGET)
     for step in range(1, ctx.WORLD):
         peer = peer_at(call.rank, step, ctx.WORLD)
-        slot_ptr = peer_ptr(ctx, SIGNAL, peer, tl.int64) + START + call.parity * MAX_RANKS + call.rank
+        slot_ptr = (
+            peer_ptr(ctx, SIGNAL, peer, tl.int64) + START + call.parity * MAX_RANKS + call.rank
+        )
         tl.atomic_xchg(slot_ptr, call.start_word, sem="release", scope="sys")
 
 
 @triton.jit
 def call_clean(ctx, call, standing):
-    """Zeroes the counters that this call does not use, for the next one. Done by whoever has ticket 0."""
+    """Zeroes the counters that this call does not use, for the next one.
+
+    Done by whoever has ticket 0.
+    """
     other_ptr = ctx.control_ptr + HEADER_WORDS + (1 - call.parity) * ctx.SET_WORDS
     zero_words(other_ptr, ctx.SET_WORDS, SET_GRANULE)
-    # After an abort a peer's late arrivals may still come in; that set is zeroed by the reset instead.
+    # After an abort a peer's late arrivals may still come in: the reset zeroes that set instead.
     if standing.ok != 0:
-        arrival_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + (1 - call.parity) * ctx.ARRIVAL_WORDS
+        arrival_ptr = (
+            peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + (1 - call.parity) * ctx.ARRIVAL_WORDS
+        )
         zero_words(arrival_ptr, ctx.ARRIVAL_WORDS, SET_GRANULE)
 
 
@@ -105,7 +137,10 @@ def start_judge(seen, wanted):
 
 @triton.jit
 def start_wait(ctx, call, peer, phase):
-    """Waits for a peer's start word of this call. Returns 1, or 0 when the call is aborted."""
+    """Waits for a peer's start word of this call.
+
+    Returns 1, or 0 when the call is aborted.
+    """
     slot_ptr = call.signal_ptr + START + call.parity * MAX_RANKS + peer
     # 0 not yet, 1 here, 2 here with another call, 3 somebody gave up, 4 the bound is over.
     state = tl.full((), 0, tl.int32)
@@ -127,8 +162,8 @@ def start_wait(ctx, call, peer, phase):
         zero = state * 0
         code = tl.where(state == 2, MISMATCH, TIMEOUT)
         abort_all(
-            ctx, call.rank, call.epoch, code, zero + peer, zero + phase, zero + FLAG_START, zero + peer,
-            seen, call.start_word,
+            ctx, call.rank, call.epoch, code, zero + peer, zero + phase, zero + FLAG_START,
+            zero + peer, seen, call.start_word,
         )  # fmt: skip
     return (state == 1).to(tl.int32)
 
@@ -159,11 +194,16 @@ def call_leave(ctx, call, standing):
 
 @triton.jit
 def fault_kernel(ctx, code, reason):
-    """One workgroup: a fault found by this rank's host sets the abort word of every rank with its reason."""
+    """Sets the abort word of every rank, with the reason of a fault that this rank's host found.
+
+    Launched with one workgroup.
+    """
     rank = tl.load(ctx.control_ptr + RANK)
     epoch = tl.load(ctx.control_ptr + EPOCH)
     zero = rank * 0
-    abort_all(ctx, rank, epoch, zero + code, rank, zero + PHASE_START, zero, zero, zero + reason, zero)
+    abort_all(
+        ctx, rank, epoch, zero + code, rank, zero + PHASE_START, zero, zero, zero + reason, zero
+    )
     tl.store(ctx.status_ptr, abort_word(peer_ptr(ctx, SIGNAL, rank, tl.int64)))
 
 

@@ -1,14 +1,28 @@
 """Arrival counters and the abort word.
 
-| word | writer | reader | scope | order | guards |
-|---|---|---|---|---|---|
-| arrival counter | mover, +1 a unit | builder, >= units of the tile row | gpu, or sys when a peer writes | barrier + release / acquire | the rows of that unit |
-| abort word | any workgroup of any rank, max of packed code | every workgroup at entry and in every poll | sys | release / relaxed | nobody waits for the bound after somebody gave up |
-| abort record | first workgroup of a rank that raises | host, after the abort word | sys | plain before the abort word's release | what the exception says |
+=============== =================== ==================== ====== ============= ======================
+word            writer              reader               scope  order         guards
+=============== =================== ==================== ====== ============= ======================
+arrival counter mover, +1 a unit    whoever needs the    gpu;   barrier +     the rows of that unit
+                                    rows, >= units of    sys    release;
+                                    the tile row         when   acquire
+                                                         pushed
+raised          workgroup that      the same workgroup   gpu    relaxed       one record and one
+                gives up, +1                                                  abort word a rank
+abort record    first workgroup of  host, once the       sys;   plain, before what the exception
+                a rank to give up,  status word is set   launch the abort     says
+                on every rank                                   word
+abort word      first workgroup of  every workgroup, at  sys    barrier +     that nobody waits for
+                a rank to give up,  entry and in every          release;      the bound after
+                max on every rank   poll; last to leave         relaxed       somebody gave up
+=============== =================== ==================== ====== ============= ======================
 
-The publish rule (docs/memory-model.md): stores; drain; barrier; one release. Triton 3.6 to 3.8 emit no barrier
-before a release atomic, so without ours the release of one thread does not cover the stores of the others.
-The consume rule: an acquire whose result is used, then the proxy fence before descriptor loads.
+A record is a row of the signal words a raiser; the status word (`barrier`) names whose to read.
+
+The publish rule (docs/memory-model.md): stores; drain; barrier; one release. Triton 3.6 to 3.8 emit
+no barrier before a release atomic, so without ours the release of one thread does not cover the
+stores of the others. The consume rule: an acquire whose result is used, then the proxy fence before
+descriptor loads.
 """
 
 import triton
@@ -35,7 +49,7 @@ def publish(SCOPE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def flag_arrive(flag_ptr, SCOPE: tl.constexpr, TARGET: tl.constexpr):
-    """Counts one more unit into an arrival counter, after everything this workgroup stored before."""
+    """Counts one more unit into an arrival counter, after all that this workgroup stored before."""
     publish(SCOPE, TARGET)
     tl.atomic_add(flag_ptr, 1, sem="release", scope=SCOPE)
 
@@ -60,7 +74,10 @@ def abort_word(signal_ptr):
 
 @triton.jit
 def abort_all(ctx, rank, epoch, code, peer, phase, flag, index, seen, wanted):
-    """Leaves a record on every rank, then sets every rank's abort word. The first to raise on a rank writes."""
+    """Leaves a record on every rank, then sets every rank's abort word.
+
+    Only the first workgroup of a rank to give up writes.
+    """
     first = tl.atomic_add(ctx.control_ptr + RAISED, 1, sem="relaxed", scope="gpu") == 0
     if first:
         word = code.to(tl.int64) | (rank.to(tl.int64) << 8) | (peer.to(tl.int64) << 16)
@@ -76,17 +93,20 @@ def abort_all(ctx, rank, epoch, code, peer, phase, flag, index, seen, wanted):
             tl.store(record_ptr + 7, epoch.to(tl.int64))
         publish("sys", ctx.TARGET)
         for r in range(ctx.WORLD):
-            tl.atomic_max(peer_ptr(ctx, SIGNAL, r, tl.int64) + ABORT, word, sem="release", scope="sys")
+            tl.atomic_max(
+                peer_ptr(ctx, SIGNAL, r, tl.int64) + ABORT, word, sem="release", scope="sys"
+            )
 
 
 @triton.jit
 def flag_wait(ctx, call, flag_ptr, wanted, peer, index, phase, flag, SCOPE: tl.constexpr):
-    """Waits until an arrival counter reaches `wanted`. Returns 1, or 0 when the call is aborted.
+    """Waits until an arrival counter reaches `wanted`.
 
-    A wait that outlasts the bound aborts the call on every rank, naming `peer`, `phase` and `flag`.
+    Returns 1, or 0 when the call is aborted. A wait that outlasts the bound aborts the call on
+    every rank, naming `peer`, `phase` and `flag`.
     """
-    # 0 waiting, 1 arrived, 2 somebody gave up, 3 the bound is over. One poll only stands in the loop: two are
-    # merged into an irreducible loop by triton 3.6 on AMD.
+    # 0 waiting, 1 arrived, 2 somebody gave up, 3 the bound is over. One poll only stands in the
+    # loop: two are merged into an irreducible loop by triton 3.6 on AMD.
     state = tl.full((), 0, tl.int32)
     seen = tl.full((), 0, tl.int32)
     begin = tl.full((), 0, tl.int64)

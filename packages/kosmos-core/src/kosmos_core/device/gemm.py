@@ -27,9 +27,10 @@ def gemm_tile(
     EVEN_N: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] fp32: rows `row` of chunk `chunk` of A times columns `col` of B over k_begin to k_end.
+    """[BLOCK_M, BLOCK_N] fp32 of A times B over k_begin to k_end.
 
-    No wait may stand inside this loop: the pipeliner hoists its loads above it.
+    The tile begins at row `row` of chunk `chunk` of A and at column `col` of B. No wait may
+    stand inside this loop: the pipeliner hoists its loads above it.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
@@ -54,7 +55,10 @@ def store_accumulator(
     SPLITS: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """Rounds an fp32 tile once to bf16 and stores it, in SPLITS column parts (1 or 2) to save shared memory."""
+    """Rounds an fp32 tile once to bf16 and stores it.
+
+    SPLITS: column parts it is stored in, 1 or 2; two save shared memory.
+    """
     if SPLITS == 1:
         store_tile(c_view, chunk, row, col, acc.to(tl.bfloat16), BLOCK_M, BLOCK_N, TARGET)
     else:

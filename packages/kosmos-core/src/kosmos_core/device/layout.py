@@ -2,9 +2,12 @@
 
 Three blocks, all created zeroed or filled by the host and owned by one workspace:
 
-* control (int32, this rank only): a header, then two sets of counters chosen by the parity of the epoch;
-* signal (int64, symmetric): start words of all peers in two slots, the abort word, one abort record a raiser;
-* arrival (int32, symmetric): two sets of counters in which peers count the units they pushed to this rank.
+* control (int32, this rank only): a header, then two sets of counters chosen by the parity of the
+  epoch;
+* signal (int64, symmetric): start words of all peers in two slots, the abort word, one abort record
+  a raiser;
+* arrival (int32, symmetric): two sets of counters in which peers count the units they pushed to
+  this rank.
 
 Source: the synchronisation rules in docs/memory-model.md.
 """
@@ -15,8 +18,9 @@ import triton.language as tl
 
 MAX_RANKS = tl.constexpr(8)
 
-# Regions of the peer table (int64 [NUM_REGIONS, MAX_RANKS]): the address of each region on each rank.
-# A region that its owner refills before it holds its peers' starts is two-deep: two rows of the table.
+# Regions of the peer table (int64 [NUM_REGIONS, MAX_RANKS]): the address of each region on each
+# rank. A region that its owner refills before it holds its peers' starts is two-deep: two rows of
+# the table.
 SIGNAL = tl.constexpr(0)
 ARRIVAL = tl.constexpr(1)
 SHARD = tl.constexpr(2)  # and 3: AG pull, the owner's chunk, by parity of the epoch
@@ -30,7 +34,7 @@ RAISED = tl.constexpr(2)
 BOUND_MS = tl.constexpr(3)
 HEADER_WORDS = tl.constexpr(32)
 
-# One set of counters. Queue heads and counters that many workgroups hit stand on lines of their own.
+# One set of counters. Queue heads and counters that many hit stand on lines of their own.
 LINE = tl.constexpr(32)
 TICKET = tl.constexpr(0)
 LEAVE = tl.constexpr(32)
@@ -41,7 +45,7 @@ TILE_QUEUE = tl.constexpr(160)
 KEEP_QUEUE = tl.constexpr(192)
 SPLIT_QUEUE = tl.constexpr(224)
 COUNTERS = tl.constexpr(256)  # arrival words of (source, tile row), then split-K tickets
-SET_GRANULE = tl.constexpr(1024)  # a set is a multiple of this, so that it is zeroed by whole blocks
+SET_GRANULE = tl.constexpr(1024)  # a set is a multiple of this, to be zeroed by whole blocks
 
 # Signal words (int64).
 START = tl.constexpr(0)  # [2 parities][MAX_RANKS]
@@ -86,7 +90,7 @@ class Context(NamedTuple):
         table_ptr: int64 [NUM_REGIONS, MAX_RANKS], address of each region on each rank.
         control_ptr: int32, header and two sets of counters of this rank.
         status_ptr: int64 [1], host-visible copy of the abort word.
-        trace_ptr: int64 event buffer (see `device/trace.py`), or the control pointer when TRACE is 0.
+        trace_ptr: int64 event buffer (`device/trace.py`), or any int64 pointer when TRACE is 0.
         WORLD: number of ranks.
         SET_WORDS: int32 words in one set of counters.
         ARRIVAL_WORDS: int32 words in one set of the symmetric arrival region.

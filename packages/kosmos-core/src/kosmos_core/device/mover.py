@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def copy_run(src_ptr, dst_ptr, num_elements, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Copies a contiguous run, BLOCK elements a step, with the loads of DEPTH (1 or 2) further steps in flight.
+    """Copies a contiguous run, BLOCK elements a step.
 
-    A workgroup's rate is the bytes it keeps in flight over the latency of the link, which grows while builders
-    load the memory system.
+    DEPTH: further steps whose loads are in flight, 1 or 2. A workgroup's rate is the bytes it
+    keeps in flight over the latency of the link, which grows while builders load the memory system.
     """
     offsets = tl.arange(0, BLOCK)
     first = tl.load(src_ptr + offsets, mask=offsets < num_elements)

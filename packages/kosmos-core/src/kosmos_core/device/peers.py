@@ -8,7 +8,10 @@ from kosmos_core.device.layout import MAX_RANKS
 
 @triton.jit
 def peer_ptr(ctx, region, peer, dtype: tl.constexpr):
-    """Pointer to a region on rank `peer`. Regions are 16-byte aligned, which the compiler must be told."""
+    """Pointer to a region on rank `peer`.
+
+    Regions are 16-byte aligned, which the compiler must be told.
+    """
     address = tl.load(ctx.table_ptr + region * MAX_RANKS + peer)
     return tl.multiple_of(address.to(tl.pointer_type(dtype), bitcast=True), 16)
 

@@ -1,7 +1,8 @@
 """Roles by order of arrival.
 
-Workgroups of a grid do not start in the order of their ids, and with fewer slots than workgroups some start
-only when others end. A role that others wait for must therefore be taken by whoever arrives first.
+Workgroups of a grid do not start in the order of their ids, and with fewer slots than workgroups
+some start only when others end. A role that others wait for must therefore be taken by whoever
+arrives first.
 """
 
 import triton
@@ -20,7 +21,7 @@ def is_mover_first(call, num_movers):
 
 @triton.jit
 def is_builder_last(call, num_movers, POLICY: tl.constexpr):
-    """Who builds once the movers have moved: with fixed roles all but the movers, else everybody."""
+    """Who builds once the movers have moved: all but the movers with fixed roles, else all."""
     if POLICY == FIXED:
         return call.ticket >= num_movers
     else:

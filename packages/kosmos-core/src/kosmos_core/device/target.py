@@ -1,7 +1,7 @@
-"""What differs between vendors: clock, store drain, proxy fence, and how tiles are loaded and stored.
+"""What differs between vendors: clock, store drain, proxy fence, loads and stores of tiles.
 
-NVIDIA tiles go through tensor descriptors (pointer loads are 8 % slower there); AMD tiles through pointers
-(descriptors spill there). The CPU executor runs either path.
+NVIDIA tiles go through tensor descriptors (pointer loads are 8 % slower there); AMD tiles through
+pointers (descriptors spill there). The CPU executor runs either path.
 """
 
 from typing import NamedTuple
@@ -48,12 +48,13 @@ def clock_ns(TARGET: tl.constexpr):
 
 @triton.jit
 def drain_stores(SCOPE: tl.constexpr, TARGET: tl.constexpr):
-    """Every store of this workgroup may be announced by a release at SCOPE once a barrier has followed this.
+    """Once a barrier has followed this, a release at SCOPE may announce the workgroup's stores.
 
-    NVIDIA: descriptor stores have reached memory (triton 3.6 waits only until their source may be reused);
-    plain stores need nothing, a release is cumulative over the barrier. AMD: every wave's stores are written
-    back, with a wait of our own: triton 3.6 omits the one after its write-back when it believes that nothing is
-    outstanding, and the flag may then overtake the data.
+    NVIDIA: descriptor stores have reached memory (triton 3.6 waits only until their source may be
+    reused); plain stores need nothing, a release is cumulative over the barrier.
+    AMD: every wave's stores are written back, with a wait of our own: triton 3.6 omits the one
+    after its write-back when it believes that nothing is outstanding, and the flag may then
+    overtake the data.
     """
     if TARGET == NVIDIA:
         tl.inline_asm_elementwise(
@@ -87,7 +88,7 @@ def drain_stores(SCOPE: tl.constexpr, TARGET: tl.constexpr):
 
 @triton.jit
 def fence_async_proxy(TARGET: tl.constexpr):
-    """Orders acquired data before descriptor loads of it, which go through the async proxy on NVIDIA."""
+    """Orders acquired data before descriptor loads of it, which use the async proxy on NVIDIA."""
     if TARGET == NVIDIA:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;",
@@ -111,7 +112,8 @@ def matrix_view(
 ):
     """A view of [chunks, rows, cols] that loads and stores [BLOCK_ROWS, BLOCK_COLS] tiles.
 
-    The chunk is a dimension of its own, so that a tile ends with its chunk and never touches the next one.
+    The chunk is a dimension of its own, so that a tile ends with its chunk and never touches the
+    next one.
     """
     if TARGET == NVIDIA:
         return tl.make_tensor_descriptor(
@@ -135,14 +137,16 @@ def load_tile(
     EVEN_COLS: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """[BLOCK_ROWS, BLOCK_COLS] from (chunk, row, col). Columns past the end read 0; rows past it are undefined.
+    """[BLOCK_ROWS, BLOCK_COLS] from (chunk, row, col).
 
+    Columns past the end read 0; rows past it are undefined.
     EVEN_COLS: the columns are a multiple of BLOCK_COLS, so that pointers need no mask.
     """
     if TARGET == NVIDIA:
         return view.load([chunk, row, col]).reshape(BLOCK_ROWS, BLOCK_COLS)
     else:
-        # Rows past the end read the last row instead of being masked: their results are never stored.
+        # Rows past the end read the last row instead of being masked: what comes of them is never
+        # stored.
         rows = tl.minimum(row + tl.arange(0, BLOCK_ROWS), view.rows - 1).to(tl.int64)
         cols = col + tl.arange(0, BLOCK_COLS)
         base = view.ptr + view.rows.to(tl.int64) * view.cols * chunk

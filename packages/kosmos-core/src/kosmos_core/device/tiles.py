@@ -1,8 +1,9 @@
-"""Queue orders: from an index to the work it stands for. One function maps a tile to its (flag, data).
+"""Queue orders: from an index to the work it stands for.
 
-A chunk is the rows of one rank; a tile row is TILE_ROW_ROWS of them and is what arrives as one; a row block is
-BLOCK_M of them. Tiles are numbered over whole tile rows, so that an index is decoded by division alone: a row
-block past the chunk's end is numbered but empty, and its claimer skips it.
+One function maps a tile to its (flag, data). A chunk is the rows of one rank; a tile row is
+TILE_ROW_ROWS of them and is what arrives as one; a row block is BLOCK_M of them. Tiles are numbered
+over whole tile rows, so that an index is decoded by division alone: a row block past the chunk's
+end is numbered but empty, and its claimer skips it.
 """
 
 from typing import NamedTuple
@@ -50,7 +51,11 @@ class Tile(NamedTuple):
 
 @triton.jit
 def num_gathered_tiles(
-    grid, ORDER: tl.constexpr, WORLD: tl.constexpr, TILE_ROW_ROWS: tl.constexpr, BLOCK_M: tl.constexpr
+    grid,
+    ORDER: tl.constexpr,
+    WORLD: tl.constexpr,
+    TILE_ROW_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """Indices in the tile queue, empty row blocks of remote tile rows included."""
     row_blocks = grid.tile_rows * (TILE_ROW_ROWS // BLOCK_M) * (WORLD - 1)
@@ -75,9 +80,10 @@ def gathered_tile(
 ):
     """Tile `index` of the queue of an all-gathered GEMM.
 
-    local_first: own chunk in bands of GROUP_M row blocks, then the peers' tile rows in gather order (row by row,
-    peers interleaved), GROUP_ROWS of them swept together column by column.
-    chunk_major: own chunk first, then peer after peer. naive: chunks in rank order, own chunk in its place.
+    local_first: own chunk in bands of GROUP_M row blocks, then the peers' tile rows in gather order
+    (row by row, peers interleaved), GROUP_ROWS of them swept together column by column.
+    chunk_major: own chunk first, then peer after peer.
+    naive: chunks in rank order, own chunk in its place.
     """
     PER_ROW: tl.constexpr = TILE_ROW_ROWS // BLOCK_M
     blocks = tl.cdiv(grid.chunk_rows, BLOCK_M)
@@ -117,11 +123,13 @@ def gathered_tile(
 
 
 @triton.jit
-def claim_tiles(heads_ptr, bucket, total, XCDS: tl.constexpr, XCD_RUN: tl.constexpr, RUN: tl.constexpr):
+def claim_tiles(
+    heads_ptr, bucket, total, XCDS: tl.constexpr, XCD_RUN: tl.constexpr, RUN: tl.constexpr
+):
     """Claims RUN consecutive tiles while the queue is deep, one at a time near its end.
 
-    Returns (first, past the last, bucket); first >= total: the queue is empty. Near the end means two tiles a
-    workgroup, so that what is claimed at once never decides who finishes last.
+    Returns (first, past the last, bucket); first >= total: the queue is empty. Near the end means
+    two tiles a workgroup, so that what is claimed at once never decides who finishes last.
     """
     runs = tl.maximum(total - 2 * tl.num_programs(0), 0) // RUN
     claims = total - runs * (RUN - 1)
@@ -135,9 +143,10 @@ def claim_tiles(heads_ptr, bucket, total, XCDS: tl.constexpr, XCD_RUN: tl.conste
 
 @triton.jit
 def claim_bucketed(heads_ptr, bucket, total, XCDS: tl.constexpr, RUN: tl.constexpr):
-    """Claims from XCDS interleaved queues, own bucket first. Returns (index, bucket); index >= total: all are empty.
+    """Claims from XCDS interleaved queues, own bucket first.
 
-    Bucket b holds runs of RUN consecutive indices out of every XCDS * RUN, so that one die's L2 sees neighbours.
+    Returns (index, bucket); index >= total: all are empty. Bucket b holds runs of RUN consecutive
+    indices out of every XCDS * RUN, so that one die's L2 sees neighbours.
     heads_ptr: one queue head a bucket.
     """
     index = total

@@ -41,7 +41,7 @@ def trace_end(ctx, KIND: tl.constexpr, argument, begin):
             tl.store(event_ptr + 1, argument.to(tl.int64))
             tl.store(event_ptr + 2, begin)
             tl.store(event_ptr + 3, clock_ns(ctx.TARGET))
-        # The row is this workgroup's own, but thread 0 writes the count that all threads read next time.
+        # The row is this workgroup's own, but thread 0 writes the count that all threads read next.
         tl.debug_barrier()
         tl.store(row_ptr, count + 1)
         tl.debug_barrier()

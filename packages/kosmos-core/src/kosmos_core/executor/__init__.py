@@ -10,6 +10,7 @@
 See docs/executor.md.
 """
 
+from .clocktime import CostModel
 from .errors import (
     DataRace,
     Deadlock,
@@ -22,10 +23,11 @@ from .errors import (
 )
 from .executor import Executor
 from .mutation import Mutation
-from .policies import Policy, PriorityRandom, Random, Replay, RoundRobin, Starve
+from .policies import Policy, PriorityRandom, Random, Replay, RoundRobin, Starve, Timed
 from .tasks import Task
 
 __all__ = [
+    "CostModel",
     "DataRace",
     "Deadlock",
     "Executor",
@@ -41,6 +43,7 @@ __all__ = [
     "RoundRobin",
     "Starve",
     "Task",
+    "Timed",
     "UnsupportedAsm",
     "Wait",
 ]

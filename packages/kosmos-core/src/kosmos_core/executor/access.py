@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from .memory import Region
+    from .region import Region
 
 Array = np.ndarray[Any, Any]
 

@@ -12,50 +12,16 @@ import triton.runtime.interpreter as interpreter
 from triton._C.libtriton import ir
 
 from . import state
-from .access import UINT, Access, Array
+from .access import Access, Array
 from .asm import emulate
+from .atomics import RMW, AtomicsMixin, array_of, ordering
 from .extern import extern_elementwise
 from .model import RELAXED_SYSTEM
 from .numerics import U64, Handle, NumericsMixin, np_dtype
-from .tasks import Ordering, WorkGroup
-
-_SEM, _SCOPE, _OP = ir.MEM_SEMANTIC, ir.MEM_SYNC_SCOPE, ir.ATOMIC_OP
-_I32 = np.dtype(np.int32)
-
-_RMW: dict[Any, Any] = {
-    _OP.ADD: np.add,
-    _OP.FADD: np.add,
-    _OP.MIN: np.minimum,
-    _OP.UMIN: np.minimum,
-    _OP.MAX: np.maximum,
-    _OP.UMAX: np.maximum,
-    _OP.AND: np.bitwise_and,
-    _OP.OR: np.bitwise_or,
-    _OP.XOR: np.bitwise_xor,
-    _OP.XCHG: lambda old, value: value,
-}
-_UNSIGNED = (_OP.UMIN, _OP.UMAX)
+from .tasks import WorkGroup
 
 
-def ordering(sem: Any, scope: Any) -> Ordering:
-    """Order of an atomic; one of scope ``cta`` orders nothing between workgroups."""
-    if scope == _SCOPE.CTA:
-        return _ORDERS[_SEM.RELAXED, _SCOPE.GPU]
-    return _ORDERS[sem, scope]
-
-
-_ORDERS = {
-    (sem, scope): Ordering(
-        sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE),
-        sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE),
-        scope == _SCOPE.SYSTEM,
-    )
-    for sem in (_SEM.ACQUIRE, _SEM.RELEASE, _SEM.ACQUIRE_RELEASE, _SEM.RELAXED)
-    for scope in (_SCOPE.GPU, _SCOPE.SYSTEM)
-}
-
-
-class ExecutorBuilder(NumericsMixin, interpreter.InterpreterBuilder):  # type: ignore[misc]
+class ExecutorBuilder(AtomicsMixin, NumericsMixin, interpreter.InterpreterBuilder):  # type: ignore[misc]
     """Runs each operation at once, for the workgroup that is current in the active executor."""
 
     def create_get_program_id(self, axis: int) -> Any:
@@ -83,7 +49,7 @@ class ExecutorBuilder(NumericsMixin, interpreter.InterpreterBuilder):  # type: i
         ty = ptrs.get_element_ty()
         dtype = np_dtype(ty)
         ex = state.active()
-        m = _array(mask)
+        m = array_of(mask)
         o = None if other is None else other.data
         if volatile:
             out = ex.model.sync(ex.current, ptrs.data, m, o, dtype, RELAXED_SYSTEM)
@@ -98,29 +64,28 @@ class ExecutorBuilder(NumericsMixin, interpreter.InterpreterBuilder):  # type: i
             # int1 stores and signedness differ in type only; anything else was cast before.
             v = v.view(dtype) if v.dtype.itemsize == dtype.itemsize else v.astype(dtype)
         ex = state.active()
-        ex.model.store(ex.current, ptrs.data, _array(mask), v, dtype)
+        ex.model.store(ex.current, ptrs.data, array_of(mask), v, dtype)
 
     # ---- tensor descriptors: straight to a block, without pointer arrays
-    def _block(self, desc: Any, offsets: Any) -> tuple[Access | None, list[int], Any, bool]:
-        size = max(1, desc.base.dtype.element_ty.primitive_bitwidth // 8)
-        start = [int(np.asarray(o.data).reshape(-1)[0]) for o in offsets]
-        shape = [int(s.data.reshape(-1)[0]) for s in desc.shape]
-        strides = [int(s.data.reshape(-1)[0]) * size for s in desc.strides]
+    def _block(self, desc: Any, offsets: Any) -> tuple[Access | None, tuple[int, ...], Any, bool]:
+        size, base, shape, strides, block = _plan(desc)
+        start = [o if type(o) is int else int(np.asarray(o.data).item()) for o in offsets]
         if (start[-1] * size) % 16:
             raise ValueError(
                 f"tensor descriptor: last offset {start[-1]} is not a multiple of 16 bytes"
             )
-        block = [int(b) for b in desc.block_shape]
-        lo = [max(0, -x) for x in start]
-        hi = [min(b, s - x) for b, s, x in zip(block, shape, start, strict=True)]
-        if any(h <= low for low, h in zip(lo, hi, strict=True)):
-            return None, block, None, False
-        address = int(desc.base.data.reshape(-1)[0])
-        address += sum((x + low) * s for x, low, s in zip(start, lo, strides, strict=True))
-        extent = tuple([h - low for low, h in zip(lo, hi, strict=True)])
-        access = state.active().memory.block(address, extent, tuple(strides), size)
-        full = extent == tuple(block)
-        where = tuple([slice(low, h) for low, h in zip(lo, hi, strict=True)])
+        lo, hi, address, full = [], [], base, True
+        for x, n, s, b in zip(start, shape, strides, block, strict=True):
+            low, high = max(0, -x), min(b, n - x)
+            if high <= low:
+                return None, block, None, False
+            full = full and high - low == b
+            address += (x + low) * s
+            lo.append(low)
+            hi.append(high)
+        extent = block if full else tuple([h - low for low, h in zip(lo, hi, strict=True)])
+        access = state.active().memory.block(address, extent, strides, size)
+        where = None if full else tuple([slice(a, b) for a, b in zip(lo, hi, strict=True)])
         return access, block, where, full
 
     def create_descriptor_load(self, desc: Any, offsets: Any, *tail: Any, **kw: Any) -> Any:
@@ -158,7 +123,7 @@ class ExecutorBuilder(NumericsMixin, interpreter.InterpreterBuilder):  # type: i
 
     def create_descriptor_reduce(self, kind: Any, desc: Any, value: Any, offsets: Any) -> None:
         dtype = np_dtype(desc.base.dtype.element_ty)
-        op = _RMW[getattr(_OP, str(kind).rsplit(".", maxsplit=1)[-1].upper())]
+        op = RMW[getattr(ir.ATOMIC_OP, str(kind).rsplit(".", maxsplit=1)[-1].upper())]
         ex = state.active()
         ex.model.pause(ex.current)
         access, block, where, full = self._block(desc, offsets)
@@ -166,89 +131,10 @@ class ExecutorBuilder(NumericsMixin, interpreter.InterpreterBuilder):  # type: i
             return
         v = value.data.reshape(block)
         v = v if full else v[where]
-        order = _ORDERS[_SEM.RELAXED, _SCOPE.GPU]
+        order = ordering(ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
         ex.model.sync_accesses(
             ex.current, [access], access.shape, None, dtype, order, lambda old, a: (old, op(old, v))
         )
-
-    # ---- atomics
-    def _sync(
-        self, ptr: Any, mask: Any, dtype: np.dtype[Any], sem: Any, scope: Any, update: Any
-    ) -> Array:
-        ex = state.active()
-        order = ordering(sem, scope)
-        return ex.model.sync(ex.current, ptr.data, _array(mask), None, dtype, order, update)
-
-    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        dtype = np_dtype(cmp.dtype.scalar)
-        bits = UINT[dtype.itemsize]
-        shape = ptr.data.shape
-        expected = np.ascontiguousarray(np.broadcast_to(cmp.data, shape), dtype).view(bits)
-        new = np.ascontiguousarray(np.broadcast_to(val.data, shape), dtype).view(bits)
-
-        def update(old: Array, a: Access) -> tuple[Array, Array]:
-            now = np.ascontiguousarray(old).view(bits)
-            return old, np.where(now == a.pick(expected), a.pick(new), now).view(dtype)
-
-        return Handle(self._sync(ptr, None, dtype, sem, scope, update), cmp.dtype.scalar)
-
-    def create_atomic_rmw(
-        self, rmw_op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
-    ) -> Any:
-        dtype = np_dtype(val.dtype.scalar)
-        bits = UINT[dtype.itemsize]
-        op = _RMW[rmw_op]
-        value = val.data if val.data.dtype == dtype else val.data.astype(dtype)
-        if value.shape != ptr.data.shape:
-            value = np.broadcast_to(value, ptr.data.shape)
-        unsigned = rmw_op in _UNSIGNED
-
-        def apply(old: Array, v: Array) -> Array:
-            if unsigned:
-                raw: Array = op(old.view(bits), np.ascontiguousarray(v).view(bits))
-                return raw.view(dtype)
-            return np.asarray(op(old, v), dtype)
-
-        def update(old: Array, a: Access) -> tuple[Array, Array]:
-            v = a.pick(value)
-            if a.index is None or len(np.unique(a.index)) == len(a.index):
-                return old, apply(old, v)
-            # Several lanes on one address: one after the other.
-            old, new = old.copy(), old.copy()
-            latest: dict[int, Array] = {}
-            for j, offset in enumerate(a.index.tolist()):
-                old[j] = latest.get(offset, old[j])
-                latest[offset] = apply(old[j : j + 1], v[j : j + 1])[0]
-            new[:] = [latest[offset] for offset in a.index.tolist()]
-            return old, new
-
-        return Handle(self._sync(ptr, mask, dtype, sem, scope, update), val.dtype.scalar)
-
-    # triton >= 3.9
-    def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        ty = ptr.get_element_ty()
-        return Handle(self._sync(ptr, mask, np_dtype(ty), sem, scope, None), ty)
-
-    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
-        self.create_atomic_rmw(_OP.XCHG, ptr, val, mask, sem, scope)
-
-    def create_atomic_poll(
-        self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any
-    ) -> Any:
-        ty = ptr.get_element_ty()
-        ex = state.active()
-        w = ex.current
-        bound = None if timeout_ns is None else int(timeout_ns.data.reshape(-1)[0])
-        start = ex.model.read_clock(w) if bound is not None else 0
-        wanted = expected.data
-        while True:
-            value = self._sync(ptr, None, np_dtype(ty), sem, scope, None)
-            matched = value == np.broadcast_to(wanted, value.shape)
-            if matched.all():
-                break
-            if bound is not None and ex.model.read_clock(w) - start >= bound:
-                break
-        return Handle(matched, tl.int1)
 
     # ---- everything else
     def create_barrier(self, *args: Any) -> None:
@@ -268,11 +154,14 @@ class ExecutorBuilder(NumericsMixin, interpreter.InterpreterBuilder):  # type: i
             text = np.vectorize(lambda x: f"{int(x):#x}")(v.data) if hex else v.data
             print(f"[{_current()}]{prefix} {text}")
 
-    def note_dot(self) -> None:
+    def note_dot(self, flops: int) -> None:
         ex = state.active()
+        w = ex.current
         ex.num_dots += 1
-        if ex.current.seen:
-            ex.polls.productive(ex.current)
+        if ex.clock.cost is not None:
+            ex.clock.charge(w, ex.clock.cost.dot_ns(flops))
+        if w.seen:
+            ex.polls.productive(w)
 
     def create_inline_asm(
         self, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
@@ -311,14 +200,21 @@ class AsmResult:
         return self._results[i]
 
 
+def _plan(desc: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Item size, address, shape, byte strides and block shape of a descriptor (kept on it)."""
+    plan: Any = getattr(desc, "executor_plan", None)
+    if plan is None:
+        size = max(1, desc.base.dtype.element_ty.primitive_bitwidth // 8)
+        base = int(desc.base.data.item())
+        shape = tuple([int(s.data.item()) for s in desc.shape])
+        strides = tuple([int(s.data.item()) * size for s in desc.strides])
+        plan = (size, base, shape, strides, tuple([int(b) for b in desc.block_shape]))
+        desc.executor_plan = plan
+    return plan  # type: ignore[no-any-return]
+
+
 def _current() -> WorkGroup:
     return state.active().current
-
-
-def _array(mask: Any) -> Array | None:
-    if mask is None:
-        return None
-    return mask.data if isinstance(mask, Handle) else np.asarray(mask)
 
 
 def _tf32(desc: Any, data: Array) -> Array:

@@ -18,7 +18,7 @@ from .tasks import Clock, Launch, WorkGroup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .memory import Region
+    from .region import Region
 
 # An epoch packs slot, clock and source site in one int64.
 SLOT_SHIFT = 43

@@ -28,9 +28,8 @@ class Collectives:
     def barrier(self) -> None:
         """All ranks meet."""
         if self._ex.scheduler.baton.holder is None:
-            if self._ex.race_detector is not None:
-                self._ex.note_host_writes(None)
-                self._ex.race_detector.clocks.join_hosts()
+            self._ex.note_host_writes(None)
+            self._ex.join_hosts()
             return
         self._meet("host_barrier", None)
 
@@ -60,9 +59,10 @@ class Collectives:
         ex.note_host_writes(host.rank)
         arrived = self._arrived.setdefault(number, {})
         arrived[host.rank] = value
-        if len(arrived) == ex.num_ranks and ex.race_detector is not None:
-            ex.race_detector.clocks.join_hosts()
+        if len(arrived) == ex.num_ranks:
+            ex.join_hosts()
         missing = [r for r in range(ex.num_ranks) if r not in arrived]
         why = f"{kind}() number {number}: waits for ranks {missing}"
         host.wait(lambda: len(arrived) == ex.num_ranks, why)
+        host.time = ex.clock.host_time(host.rank)
         return [arrived[r] for r in range(ex.num_ranks)]

@@ -13,14 +13,14 @@ from typing import Any
 from . import state
 from .arguments import Converter, Signature
 from .asm import AsmHandler
-from .clocktime import DeviceClock
+from .clocktime import CostModel, DeviceClock
 from .collectives import Collectives
 from .errors import DataRace, ExecutorStopped
 from .language import language
 from .memory import Memory
 from .model import MemoryModel
 from .mutation import Mutation, mutated_twins
-from .policies import Policy, RoundRobin
+from .policies import Policy, RoundRobin, Timed
 from .polls import Polls
 from .races import RaceDetector
 from .report import main_poll
@@ -60,6 +60,7 @@ class Executor(Tensors):
         mutations: changed copies of functions to run instead of the originals.
         jump_clock: when everybody is parked and a loop reads the device clock, let time pass;
             False: report the deadlock at once.
+        cost: what operations cost in simulated time; makes `Timed` the default policy.
         progress: called with the executor every `progress_every` steps.
 
     Attributes:
@@ -86,6 +87,7 @@ class Executor(Tensors):
         trace: bool = False,
         mutations: Sequence[Mutation] = (),
         jump_clock: bool = True,
+        cost: CostModel | None = None,
         progress: Callable[[Executor], None] | None = None,
         progress_every: int = 1000,
     ) -> None:
@@ -103,7 +105,7 @@ class Executor(Tensors):
         self.num_ranks = num_ranks
         self.sites = Sites()
         self.memory = Memory()
-        self.clock = DeviceClock()
+        self.clock = DeviceClock(cost)
         self.polls = Polls(self.clock)
         self.tracer = Tracer() if trace else None
         self.num_dots = 0
@@ -111,7 +113,7 @@ class Executor(Tensors):
         self._rng = random.Random(seed)
         self.scheduler = Scheduler(
             self,
-            policy if policy is not None else RoundRobin(),
+            policy if policy is not None else RoundRobin() if cost is None else Timed(),
             slots=slots,
             start=start,
             patience=patience,
@@ -181,7 +183,7 @@ class Executor(Tensors):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        queued = self.scheduler.num_queued()
+        queued = self.scheduler.streams.num_queued()
         self._close()
         if kind is None and queued:
             raise RuntimeError(f"{queued} launches were queued and never run: call run()")
@@ -265,7 +267,7 @@ class Executor(Tensors):
         )
         if self.race_detector is not None:
             self.race_detector.clocks.enqueue(launch)
-        self.scheduler.enqueue(launch)
+        self.scheduler.streams.enqueue(launch)
         if host is not None and self._stream is None:
             host.wait(lambda: launch.done, f"waits for {launch!r}")
             self.waited(rank, [stream])
@@ -283,7 +285,7 @@ class Executor(Tensors):
         self.note_host_writes(None)
         self.scheduler.run()
         for rank in range(self.num_ranks):
-            self.waited(rank, self.scheduler.streams(rank))
+            self.waited(rank, self.scheduler.streams.used_by(rank))
 
     def spmd(
         self, fn: Callable[..., Any], *args: Any, return_exceptions: bool = False
@@ -315,8 +317,8 @@ class Executor(Tensors):
             return
         rank = host.rank
         self.check_running()
-        host.wait(lambda: self.scheduler.idle(rank), "synchronize(): waits for its streams")
-        self.waited(rank, self.scheduler.streams(rank))
+        host.wait(lambda: self.scheduler.streams.idle(rank), "synchronize(): waits for its streams")
+        self.waited(rank, self.scheduler.streams.used_by(rank))
 
     def host_barrier(self) -> None:
         """All ranks' host code meets (in `spmd`); outside, orders all ranks' host code."""
@@ -328,9 +330,19 @@ class Executor(Tensors):
 
     def waited(self, rank: int, streams: Sequence[int]) -> None:
         """The host code of a rank has waited for some of its streams."""
-        if self.race_detector is not None:
-            for stream in streams:
+        for stream in streams:
+            self.clock.host_waited(rank, stream)
+            if self.race_detector is not None:
                 self.race_detector.clocks.host_waits(rank, stream)
+        host = self.scheduler.baton.holder
+        if host is not None:
+            host.time = self.clock.host_time(rank)
+
+    def join_hosts(self) -> None:
+        """The host code of all ranks has met."""
+        self.clock.hosts_met(self.num_ranks)
+        if self.race_detector is not None:
+            self.race_detector.clocks.join_hosts()
 
     def check_running(self) -> None:
         """Refuse to go on after a failure.
@@ -377,6 +389,11 @@ class Executor(Tensors):
         return self.scheduler.hash()
 
     @property
+    def traffic(self) -> dict[tuple[int, int, str], int]:
+        """Bytes of plain accesses to other ranks' memory: (rank, owner, tensor name) -> bytes."""
+        return self.model.traffic
+
+    @property
     def stats(self) -> dict[str, int]:
         """Counts of what has happened so far."""
         return {
@@ -405,10 +422,11 @@ class Executor(Tensors):
 
     def _trace_unpark(self, w: WorkGroup) -> None:
         poll = main_poll(w)
-        if self.tracer is not None and poll is not None and self.clock.ns > w.wait_start:
+        now = self.clock.now(w)
+        if self.tracer is not None and poll is not None and now > w.wait_start:
             site, region, offset, _, _ = poll
             where, line = region.where(offset), self.sites.line(site)
-            self.tracer.span(w, "spin", w.wait_start, self.clock.ns, "spin", on=where, line=line)
+            self.tracer.span(w, "spin", w.wait_start, now, "spin", on=where, line=line)
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

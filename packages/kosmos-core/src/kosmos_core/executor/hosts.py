@@ -24,18 +24,26 @@ class Baton:
 
     def __init__(self) -> None:
         self.holder: Host | None = None
+        self._lent = False
         self._back = threading.Lock()
         self._back.acquire()
 
     def lend(self, host: Host) -> None:
         """Let a host run until it blocks or ends."""
         self.holder = host
+        self._lent = True
         host.go.release()
         self._back.acquire()
         self.holder = None
 
+    def reclaim(self) -> None:
+        """After an interrupt, anywhere in `lend`: wait until the host blocks or ends."""
+        self._back.acquire(blocking=self._lent)
+        self.holder = None
+
     def give_back(self) -> None:
         """Called in the host's thread: let the scheduler run."""
+        self._lent = False
         self._back.release()
 
 

@@ -20,7 +20,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITCallable, JITFunction
 
-from . import fastpath, reduce, state
+from . import fastblocks, fastpath, reduce, state
 from .builder import ExecutorBuilder
 from .numerics import Handle, np_dtype
 from .twins import Function, TwinMaker
@@ -107,6 +107,7 @@ class Language:
         self._collect_libdevice()
         self._collect_methods()
         operators = {name: new for obj, name, new in self._patches if obj is tl.tensor}
+        slow = {(obj, name): new for obj, name, new in self._patches}
         self._patches += [
             (interpreter, "_get_np_dtype", np_dtype),
             (interpreter, "interpreter_builder", self.builder),
@@ -121,6 +122,7 @@ class Language:
             (Autotuner, "run", _run_first_config),
             (TritonSemantic, "dot_scaled", _dot_scaled(TritonSemantic.dot_scaled)),
             *fastpath.patches(operators),
+            *fastblocks.patches(slow, self.builder),
             *reduce.patches(self.semantic),
         ]
 

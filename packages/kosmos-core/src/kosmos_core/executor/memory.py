@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from .access import Access, Array, affine_strides, prefix_rectangle
+from .access import Access, Array, affine_offsets, affine_strides, prefix_rectangle
 from .errors import MemoryFault
-
-if TYPE_CHECKING:
-    from .clocks import SyncVar
-    from .races import ReadLog
-    from .stale import StaleLog
-    from .tasks import WorkGroup
-    from .weak import Dirty
+from .region import Region
 
 _REDZONE = 256
 _ALIGN = 256
@@ -25,90 +18,13 @@ _ALIGN = 256
 _COLLECT_AT = 256
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often in-place operations have written the tensor (0 if torch does not count)."""
-    return 0 if tensor.is_inference() else int(tensor._version)
-
-
 def _use_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-class Region:
-    """One allocation: the bytes, and all that the executor knows about them.
-
-    Attributes:
-        base, nbytes: address range.
-        mem: the bytes, as NumPy uint8.
-        rank: owning rank.
-        name: for reports.
-        itemsize: bytes an element (for reports and shadow memory).
-        tensor: a torch tensor on the same storage; its version counter shows host writes.
-        version: version of `tensor` that has been accounted for.
-        watch: parked workgroups and the byte ranges they poll.
-        sentinel: bit pattern of "not here yet" in a region polled in its data, or None.
-        coherent: per-location coherence assumed for such polls.
-    """
-
-    __slots__ = (
-        "atomics", "base", "base_write", "coherent", "dirty", "grain", "itemsize", "log", "mem",
-        "name", "nbytes", "pinned", "poison", "rank", "reads", "sentinel", "sync", "tensor",
-        "users", "version", "views", "watch", "writes",
-    )  # fmt: skip
-
-    def __init__(
-        self, base: int, nbytes: int, rank: int, name: str, itemsize: int, tensor: torch.Tensor
-    ) -> None:
-        self.base = base
-        self.nbytes = nbytes
-        self.rank = rank
-        self.name = name
-        self.itemsize = itemsize
-        self.tensor = tensor
-        self.version = version_of(tensor)
-        self.pinned = False
-        # Unfinished launches that have received it.
-        self.users = 0
-        self.mem: Array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base))
-        self.watch: list[tuple[int, int, WorkGroup]] = []
-        # Weak memory: what each rank sees (gpu-scope releases), bytes not yet visible to others.
-        self.views: dict[int, Array] = {}
-        self.dirty: dict[int, Dirty] = {}
-        self.log: StaleLog | None = None
-        # Race detector.
-        self.grain = itemsize if itemsize in (1, 2, 4, 8) else 1
-        self.base_write = 0
-        self.writes: Array | None = None
-        self.atomics: Array | None = None
-        self.poison: Array | None = None
-        self.reads: ReadLog | None = None
-        self.sync: dict[int, SyncVar] = {}
-        self.sentinel: int | None = None
-        self.coherent = False
-
-    def index(self, offset: int) -> int:
-        """Element index of a byte offset."""
-        return offset // self.itemsize
-
-    def where(self, offset: int) -> str:
-        """``name[index] (rank r)`` of a byte offset."""
-        return f"{self.name}[{offset // self.itemsize}] (rank {self.rank})"
-
-    def host_changed(self) -> None:
-        """Host code has written the bytes: what ranks see follows, but for unpublished stores."""
-        self.log = None
-        for rank, view in self.views.items():
-            keep = self.dirty[rank].mask != 0
-            np.copyto(view, self.mem, where=~keep)
-
-    def refine(self, grain: int) -> None:
-        """Make shadow entries at most `grain` bytes wide (an access was narrower)."""
-        k = self.grain // grain
-        for name in ("writes", "atomics", "poison"):
-            array = getattr(self, name)
-            if array is not None:
-                setattr(self, name, np.repeat(array, k))
-        self.grain = grain
+def first_beyond(offsets: Array, nbytes: int, itemsize: int) -> int:
+    """The lowest offset whose element does not end within `nbytes`."""
+    return int(offsets[offsets + itemsize > nbytes].min())
 
 
 class Memory:
@@ -215,18 +131,19 @@ class Memory:
         r = self.find(address)
         return r.where(address - r.base) if r else hex(address)
 
-    def _fault(self, lo: int, hi: int) -> MemoryFault:
-        i = bisect.bisect(self.bases, lo) - 1
+    def _fault(self, address: int, itemsize: int) -> MemoryFault:
+        """Report of an element outside every region."""
+        i = bisect.bisect(self.bases, address) - 1
         near, name, index = "no tensor lies below it", "", -1
         if i >= 0:
             r = self.regions[i]
-            name, index = r.name, (lo - r.base) // r.itemsize
+            name, index = r.name, (address - r.base) // r.itemsize
             near = (
                 f"nearest below: {r.name} (rank {r.rank}, {r.nbytes // r.itemsize} elements), "
                 f"as its element {index}"
             )
-        text = f"access [{lo:#x}, {hi:#x}) is outside every registered tensor; {near}"
-        return MemoryFault(text, region=name, index=index)
+        where = f"access of {itemsize} bytes at {address:#x} is outside every registered tensor"
+        return MemoryFault(f"{where}; {near}", region=name, index=index)
 
     def block(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
@@ -243,9 +160,10 @@ class Memory:
             hi += (n - 1) * s
         r = self.find(address)
         if r is None:
-            raise self._fault(address, hi)
+            raise self._fault(address, itemsize)
         if hi > r.base + r.nbytes:
-            raise self._fault(r.base + r.nbytes, hi)
+            offsets = affine_offsets(shape, strides) + (address - r.base)
+            raise self._fault(r.base + first_beyond(offsets, r.nbytes, itemsize), itemsize)
         if address % itemsize:
             raise self._misaligned(r, address, itemsize)
         lo = address - r.base
@@ -289,7 +207,7 @@ class Memory:
         lo, hi = int(flat.min()), int(flat.max()) + itemsize
         r = self.find(lo)
         if r is None:
-            raise self._fault(lo, hi)
+            raise self._fault(lo, itemsize)
         if hi <= r.base + r.nbytes:
             return [self._list(r, flat - r.base, mask, pointers.shape, itemsize)]
         return self._split(flat, mask, pointers.shape, itemsize)
@@ -305,9 +223,9 @@ class Memory:
             here = owner == i
             r = self.regions[i]
             offsets = flat[here] - r.base
-            if i < 0 or offsets.max() + itemsize > r.nbytes:
-                bad = int(flat[here][int(np.argmax(offsets))])
-                raise self._fault(bad, bad + itemsize)
+            if offsets.max() + itemsize > r.nbytes:
+                bad = first_beyond(offsets, r.nbytes, itemsize)
+                raise self._fault(r.base + bad, itemsize)
             select = np.zeros(size, np.bool_)
             select[positions[here]] = True
             out.append(self._list(r, offsets, select.reshape(shape), shape, itemsize))

@@ -58,6 +58,7 @@ class MemoryModel:
         self.switch_memory = switch_memory
         self.scheduler: Scheduler | None = None
         self.lints: dict[str, None] = {}
+        self.traffic: dict[tuple[int, int, str], int] = {}
         self.num_loads = 0
         self.num_stores = 0
         self.num_atomics = 0
@@ -100,11 +101,22 @@ class MemoryModel:
         """Read an access."""
         self.num_loads += 1
         w.spin_reads = 0
+        self._account(w, a)
         if self.races is not None:
             self.races.read(w, a, self.sites.here())
         if self.weak is not None:
             return self.weak.read(w, a, dtype)
         return a.gather(a.region.mem, dtype)
+
+    def _account(self, w: WorkGroup, a: Access) -> None:
+        """Time and traffic of a plain access."""
+        region = a.region
+        cost = self.clock.cost
+        if cost is not None:
+            self.clock.charge(w, cost.access_ns(region.rank == w.rank, a.nbytes))
+        if region.rank != w.rank:
+            key = (w.rank, region.rank, region.name)
+            self.traffic[key] = self.traffic.get(key, 0) + a.nbytes
 
     def _plain_poll(self, w: WorkGroup, a: Access, out: Array) -> None:
         """Plain scalar loads in a loop: somebody spins without volatile or atomic."""
@@ -133,6 +145,7 @@ class MemoryModel:
         """Write an access (`values` shaped like its `gather`)."""
         self.num_stores += 1
         w.spin_reads = 0
+        self._account(w, a)
         site = self.sites.here()
         w.unbarred = site
         if self.races is not None:
@@ -209,13 +222,19 @@ class MemoryModel:
             value = out.item() if out.size == 1 else out.tobytes()
             self.polls.note(w, a.region, a.lo, a.hi, value, changed, order.acquire, site)
             for a in accesses[1:]:
-                w.spins.append((a.region, a.lo, a.hi))
+                w.spins[a.region, a.lo, a.hi] = None
         return out
 
     def _sync_access(
         self, w: WorkGroup, a: Access, dtype: np.dtype[Any], update: Update | None
     ) -> tuple[Array, bool]:
         region = a.region
+        cost = self.clock.cost
+        if cost is not None:
+            local = region.rank == w.rank
+            self.clock.charge(w, cost.atomic_ns if local else cost.remote_atomic_ns)
+            # Nobody reads a word before it was written, whatever the policy.
+            w.time = max(w.time, region.stamps.get(a.lo, 0))
         weak = self.weak
         if weak is not None:
             weak.settle(w, a)
@@ -226,6 +245,8 @@ class MemoryModel:
             new = np.ascontiguousarray(new, dtype)
             changed = new.tobytes() != old.tobytes()
             if changed:
+                if cost is not None:
+                    region.stamps[a.lo] = w.time
                 if weak is not None:
                     weak.put(region, a, dtype, new)
                 else:
@@ -257,7 +278,7 @@ class MemoryModel:
         """The device clock in ns."""
         if self.clock.read(w):
             self.pause(w)
-        return self.clock.ns
+        return self.clock.now(w)
 
     def lint(self, text: str) -> None:
         """Note something suspicious (once)."""

@@ -68,9 +68,10 @@ def mutated_twins(
         source, first = read_source(fn)
         origin = list(range(1, source.count("\n") + 2))
         for m in group:
+            changed = m.apply(source)
             before = source[: source.index(m.old)].count("\n")
             removed, added = m.old.count("\n"), m.new.count("\n")
-            source = m.apply(source)
+            source = changed
             inside = [origin[before + min(i, removed)] for i in range(added + 1)]
             origin[before : before + removed + 1] = inside
             _remember_text(sites, fn, source, first, origin, before, added)

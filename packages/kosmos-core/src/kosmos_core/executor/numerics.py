@@ -169,7 +169,7 @@ class NumericsMixin:
         if product.dtype != d.data.dtype:
             product = product.astype(d.data.dtype)
         product += d.data
-        self.note_dot()
+        self.note_dot(2 * product.size * x.shape[-1])
         return Handle(product, d.dtype.scalar)
 
     def create_dot_scaled(
@@ -179,10 +179,10 @@ class NumericsMixin:
         x = scaled_operand(lhs, lhs_scale, lhs_format, lhs_k_pack, False)
         y = scaled_operand(rhs, rhs_scale, rhs_format, rhs_k_pack, True)
         out = np.matmul(x, y) + acc.data
-        self.note_dot()
+        self.note_dot(2 * out.size * x.shape[-1])
         return Handle(out.astype(acc.data.dtype), acc.dtype.scalar)
 
-    def note_dot(self) -> None:
+    def note_dot(self, flops: int) -> None:
         """A matrix product has been computed."""
 
     def create_minnumf(self, lhs: Any, rhs: Any) -> Any:

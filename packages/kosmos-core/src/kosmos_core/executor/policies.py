@@ -98,6 +98,17 @@ class Starve(Policy):
         return self._inner.pick(others or runnable)
 
 
+class Timed(Policy):
+    """The task that is furthest behind in simulated time runs next (needs a cost model).
+
+    The run is then a discrete-event simulation, and its trace looks like one of real hardware.
+    """
+
+    def pick(self, runnable: Sequence[Task]) -> Task:
+        """The one with the smallest time."""
+        return min(runnable, key=lambda t: (t.time, t.id))
+
+
 class Replay(Policy):
     """Repeats a recorded `Executor.schedule` step by step.
 

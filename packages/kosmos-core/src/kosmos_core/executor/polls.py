@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .clocktime import DeviceClock
-from .memory import Region
+from .region import Region
 from .tasks import WorkGroup
 
-_MISSING = object()
+
+class Poll(NamedTuple):
+    """A synchronising read of a workgroup.
+
+    Attributes:
+        value: what it read.
+        clock_reads: how often the workgroup had read the clock.
+        number: which of the workgroup's reads it was.
+        place: region and bytes.
+        contents: the bytes in memory.
+    """
+
+    value: Any
+    clock_reads: int
+    number: int
+    place: tuple[Region, int, int]
+    contents: bytes
 
 
 class Polls:
@@ -21,6 +37,7 @@ class Polls:
     Attributes:
         progress: grows whenever anything new happens.
         num_parks: how often a workgroup was parked.
+        running: the workgroup that runs, None while the scheduler does.
         on_unpark: called with a workgroup that runs again, if not None.
 
     Args:
@@ -31,6 +48,7 @@ class Polls:
         self._clock = clock
         self.progress = 0
         self.num_parks = 0
+        self.running: WorkGroup | None = None
         self.on_unpark: Callable[[WorkGroup], None] | None = None
 
     def note(
@@ -50,27 +68,36 @@ class Polls:
             self.productive(w)
             return
         key = (site, region.base + lo)
-        last, reads = w.seen.get(key, (_MISSING, 0))
-        if last is _MISSING or last != value:
-            w.seen[key] = (value, w.clock_reads)
-            w.spins.append((region, lo, hi))
+        last = w.seen.get(key)
+        w.num_notes += 1
+        now = Poll(value, w.clock_reads, w.num_notes, (region, lo, hi), region.mem[lo:hi].tobytes())
+        w.seen[key] = now
+        if last is None or last.value != value:
             w.rep = 0
             self.progress += 1
             return
         # Whether the loop looks at the clock: then passing time can end it.
-        w.timed = w.clock_reads != reads
-        w.seen[key] = (value, w.clock_reads)
+        w.timed = w.clock_reads != last.clock_reads
         w.rep += 1
         w.num_polls += 1
         if w.rep > len(w.seen):
-            w.parked = True
-            w.wait_start = self._clock.ns
-            w.rep = 0
-            w.num_parks += 1
-            self.num_parks += 1
-            w.watches = list(dict.fromkeys(w.spins))
-            for place in w.watches:
-                place[0].watch.append((place[1], place[2], w))
+            self._park(w)
+
+    def _park(self, w: WorkGroup) -> None:
+        # Words that an earlier loop has polled are still in `seen`: take those of this loop.
+        loop = [p for p in w.seen.values() if p.number > w.num_notes - w.rep]
+        w.rep = 0
+        for p in loop:
+            region, lo, hi = p.place
+            if region.mem[lo:hi].tobytes() != p.contents:
+                return  # it has changed since the loop looked at it
+        w.parked = True
+        w.wait_start = self._clock.now(w)
+        w.num_parks += 1
+        self.num_parks += 1
+        w.watches = list(dict.fromkeys([*(p.place for p in loop), *w.spins]))
+        for region, lo, hi in w.watches:
+            region.watch.append((lo, hi, w))
 
     def productive(self, w: WorkGroup) -> None:
         """`w` did something that is not polling."""
@@ -91,7 +118,8 @@ class Polls:
             self.on_unpark(w)
 
     def wake(self, region: Region, lo: int, hi: int) -> None:
-        """Bytes [lo, hi) of `region` have changed."""
+        """Bytes [lo, hi) of `region` have changed, by an operation of `running`."""
         for w in [w for wlo, whi, w in region.watch if wlo < hi and whi > lo]:
             if w.parked:
+                self._clock.woken(w, self.running)
                 self.unpark(w)

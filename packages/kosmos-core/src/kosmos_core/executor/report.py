@@ -18,7 +18,7 @@ from .sites import is_user_code, user_frame
 
 if TYPE_CHECKING:
     from .executor import Executor
-    from .tasks import Poll, WorkGroup
+    from .tasks import Look, WorkGroup
 
 _MAX_FRAMES = 4
 _WANTED_NAMES = ("want", "wanted", "target", "expected", "expect", "need", "goal", "epoch")
@@ -44,14 +44,13 @@ def deadlock(ex: Executor, reason: str) -> Deadlock:
             f"{w.num_polls} polls, at {wait.line} `{wait.source}`"
         )
         lines += [f"      {text}" for text in frames]
-        lines += _hidden_stores(ex, w)
-    lines += [f"  {text}" for text in ex.scheduler.waiting_launches()]
+    lines += [f"  {text}" for text in ex.scheduler.streams.waiting()]
     hosts = tuple(f"{h!r}: {h.why or 'has not run'}" for h in ex.scheduler.hosts)
     lines += [f"  {text}" for text in hosts]
     return Deadlock("\n".join(lines), tuple(waits), hosts)
 
 
-def main_poll(w: WorkGroup) -> Poll | None:
+def main_poll(w: WorkGroup) -> Look | None:
     """Which of the polls of its loop `w` waits for.
 
     A loop may also look at a word that says whether to give up: a poll that acquires comes before
@@ -194,20 +193,6 @@ def _enclosing_while(code: CodeType, line: int) -> ast.While | None:
     text = "".join(linecache.getlines(code.co_filename))
     around = [n for n in _whiles(text) if n.lineno <= line <= (n.end_lineno or line)]
     return max(around, key=lambda n: n.lineno, default=None)
-
-
-def _hidden_stores(ex: Executor, w: WorkGroup) -> list[str]:
-    """Unreleased stores to what `w` polls that sit in somebody's store buffer."""
-    poll = main_poll(w)
-    out: list[str] = []
-    if poll is None:
-        return out
-    _, region, offset, _, _ = poll
-    for other in ex.scheduler.live:
-        stores = [s for b in (other.buffer, other.young) for s in b.get(region, ())]
-        if any(s.access.lo <= offset < s.access.hi for s in stores):
-            out.append(f"      (a store to it is in the store buffer of {other})")
-    return out
 
 
 def fingerprint(w: WorkGroup) -> int:

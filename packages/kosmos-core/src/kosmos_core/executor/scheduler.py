@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from array import array
-from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -24,7 +23,8 @@ from .errors import (
 from .hosts import Baton, Host
 from .policies import Policy
 from .report import deadlock, fingerprint, kernel_fault
-from .tasks import Launch, Task, WorkGroup
+from .streams import Streams
+from .tasks import Task, WorkGroup
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Scheduler:
     Attributes:
         live: workgroups that have started and not ended.
         hosts: host threads that have not ended.
+        streams: launches that are queued or running.
         current: the workgroup that runs.
         schedule: ids of the tasks in the order in which they ran.
         failure: what ended the run, if it failed.
@@ -76,99 +77,27 @@ class Scheduler:
         self.num_drains = 0
         self.num_jumps = 0
         self.num_finished = 0
-        self._slots = slots
-        self._start = start
+        self.streams = Streams(ex, slots, start, rng)
         self._patience = patience
         self._max_switches = max_switches
         self._jump_clock = jump_clock
         self._watchdog = None if watchdog_s is None else Watchdog(watchdog_s)
-        self._rng = rng
         self._progress = progress
         self._progress_every = progress_every
-        self._queues: dict[tuple[int, int], deque[Launch]] = {}
-        self._running: dict[tuple[int, int], Launch] = {}
-        self._resident: dict[int, int] = {}
-        self._next_id = ex.num_ranks + 1
-        self._pump_needed = False
         self._hub = getcurrent()
         self._stuck = 0
         self._stuck_at = -1
 
-    # ---- launches
-    def enqueue(self, launch: Launch) -> None:
-        """Queue a launch on its stream."""
-        self._queues.setdefault((launch.rank, launch.stream), deque()).append(launch)
-        self._pump_needed = True
-
-    def num_queued(self) -> int:
-        """Launches that have not started."""
-        return sum(len(q) for q in self._queues.values())
-
-    def idle(self, rank: int, stream: int | None = None) -> bool:
-        """Whether nothing is queued or running on a stream of a rank (all its streams if None)."""
-        keys = [k for k in self._queues if k[0] == rank and stream in (None, k[1])]
-        return not any(self._queues[k] or k in self._running for k in keys)
-
-    def waiting_launches(self) -> list[str]:
-        """One line for each launch that has not started, or not all of whose workgroups have."""
-        out = [
-            f"{launch!r}: {len(launch.pending)} workgroups have found no slot"
-            for launch in self._running.values()
-            if launch.pending
-        ]
-        return out + [f"{n!r}: has not started" for q in self._queues.values() for n in q]
-
-    def streams(self, rank: int) -> list[int]:
-        """Streams that a rank has used."""
-        return [k[1] for k in self._queues if k[0] == rank]
-
     def _pump(self) -> None:
-        self._pump_needed = False
-        for key, queue in self._queues.items():
-            launch = self._running.get(key)
-            while launch is None and queue:
-                launch = self._begin(queue.popleft())
-            if launch is not None:
-                self._running[key] = launch
-                self._spawn(launch)
-
-    def _begin(self, launch: Launch) -> Launch | None:
-        gx, gy, gz = launch.grid
-        pids = [(x, y, z) for z in range(gz) for y in range(gy) for x in range(gx)]
-        if self._start == "descending":
-            pids.reverse()
-        elif self._start == "random":
-            self._rng.shuffle(pids)
-        races = self.ex.race_detector
-        if races is not None:
-            races.clocks.begin(launch, self.live, self.ex.memory.regions)
-        if not pids:
-            launch.finish()
-            return None
-        launch.pending = pids[::-1]
-        return launch
-
-    def _spawn(self, launch: Launch) -> None:
-        rank = launch.rank
-        races, weak = self.ex.race_detector, self.ex.weak_memory
-        while launch.pending:
-            if self._slots is not None and self._resident.get(rank, 0) >= self._slots:
-                return
-            w = WorkGroup(self._next_id, launch, launch.pending.pop())
-            self._next_id += 1
-            self._resident[rank] = self._resident.get(rank, 0) + 1
-            launch.num_live += 1
-            if weak is not None:
-                w.view_gpu = w.view_sys = weak.seq
-            if races is not None:
-                races.clocks.start(w)
+        """Start what can start."""
+        for w in self.streams.pump(self.live):
             w.greenlet = greenlet(self._main, self._hub)
             self.live.append(w)
 
     def _main(self) -> None:
         w = self.current
         assert w is not None
-        w.span_start = self.ex.clock.ns
+        w.span_start = self.ex.clock.now(w)
         # NumPy's error state belongs to the greenlet's context: GPUs do not warn.
         with np.errstate(all="ignore"):
             w.launch.fn(**w.launch.args)
@@ -178,21 +107,16 @@ class Scheduler:
         self.live.remove(w)
         ex.polls.progress += 1
         self.num_finished += 1
-        self._resident[w.rank] -= 1
-        self._pump_needed = True
+        ex.clock.finish(w)
         if ex.weak_memory is not None:
             ex.weak_memory.finish(w)
         if ex.race_detector is not None:
             ex.race_detector.clocks.finish(w)
         launch = w.launch
         if ex.tracer is not None:
-            ex.tracer.span(w, launch.name, w.span_start, ex.clock.ns, "kernel")
-        launch.num_live -= 1
-        if launch.num_live == 0 and not launch.pending:
-            launch.finish()
-            if ex.weak_memory is not None:
-                ex.weak_memory.finish_launch(launch)
-            del self._running[launch.rank, launch.stream]
+            ex.tracer.span(w, launch.name, w.span_start, ex.clock.now(w), "kernel")
+        if self.streams.ended(w) and ex.weak_memory is not None:
+            ex.weak_memory.finish_launch(launch)
 
     def pause(self, w: WorkGroup) -> None:
         """Called in a workgroup: a scheduling point."""
@@ -228,12 +152,12 @@ class Scheduler:
         randomly = weak is not None and weak.random
         schedule = self.schedule
         while True:
-            if self._pump_needed:
+            if self.streams.pending:
                 self._pump()
             runnable: list[Task] = [h for h in self.hosts if h.ready()]
             runnable += [w for w in self.live if not w.parked]
             if not runnable:
-                if not self.live and not self.hosts and not self.num_queued():
+                if not self.live and not self.hosts and not self.streams.num_queued():
                     return
                 self._stall()
                 continue
@@ -257,7 +181,7 @@ class Scheduler:
                 self._lend(task)
 
     def _step(self, w: WorkGroup) -> None:
-        self.current = w
+        self.current = self.ex.polls.running = w
         self.failing_rank = w.rank
         assert w.greenlet is not None
         watchdog = self._watchdog
@@ -274,6 +198,7 @@ class Scheduler:
             raise self._bitten(e) from None
         except Exception as e:
             raise kernel_fault(self.ex, w, e) from e
+        self.ex.polls.running = None
         if w.greenlet.dead:
             self._finish(w)
 
@@ -297,9 +222,13 @@ class Scheduler:
     def _stall(self) -> None:
         """Nobody can run: let buffered stores arrive, look again, let time pass, or give up."""
         ex = self.ex
-        if ex.weak_memory is not None and ex.weak_memory.drain(self.live):
-            self.num_drains += 1
-            return
+        if ex.weak_memory is not None:
+            drained = ex.weak_memory.drain(self.live)
+            if drained:
+                self.num_drains += 1
+                whose = "; ".join(drained[:4])
+                ex.model.lint(f"nobody could run until unreleased stores became visible: {whose}")
+                return
         if self.live:
             if self._stuck_at == ex.polls.progress:
                 self._stuck += 1
@@ -316,6 +245,8 @@ class Scheduler:
             timed = [w for w in self.live if w.timed]
             if self._jump_clock and timed and ex.clock.jump():
                 self.num_jumps += 1
+                for w in timed:
+                    ex.clock.jumped(w)
                 self._unpark(timed)
                 return
         raise deadlock(ex, "nobody can make progress")
@@ -350,13 +281,13 @@ class Scheduler:
             w.greenlet = None
         self.live.clear()
         if self.failure is not None:
-            self._queues.clear()
-            self._running.clear()
+            self.streams.clear()
 
     def unwind_hosts(self) -> None:
         """After a failure: raise it in every host thread that is left, the failing rank first."""
         failure = self.failure
         assert failure is not None
+        self.baton.reclaim()
         culprit = None if isinstance(failure, Deadlock) else self.failing_rank
         for i, host in enumerate(sorted(self.hosts, key=lambda h: h.rank != culprit)):
             if isinstance(failure, Deadlock):

@@ -20,14 +20,14 @@ def run_spmd(ex: Executor, fn: Callable[[int], Any], return_exceptions: bool) ->
         raise RuntimeError("spmd() cannot be nested")
     ex.check_running()
     ex.note_host_writes(None)
-    if ex.race_detector is not None:
-        ex.race_detector.clocks.join_hosts()
+    ex.join_hosts()
     ended: list[Host] = []
     hosts = [Host(rank, scheduler.baton, partial(fn, rank)) for rank in range(ex.num_ranks)]
     ex.collectives.reset()
     scheduler.on_host_end = ended.append
     scheduler.hosts.extend(hosts)
     for host in hosts:
+        host.time = ex.clock.host_time(host.rank)
         host.start()
     failure: ExecutorError | None = None
     try:
@@ -39,10 +39,10 @@ def run_spmd(ex: Executor, fn: Callable[[int], Any], return_exceptions: bool) ->
             scheduler.unwind_hosts()
         for host in hosts:
             host.join()
-    if ex.race_detector is not None and failure is None:
+    if failure is None:
         for rank in range(ex.num_ranks):
-            ex.waited(rank, scheduler.streams(rank))
-        ex.race_detector.clocks.join_hosts()
+            ex.waited(rank, scheduler.streams.used_by(rank))
+        ex.join_hosts()
     return _outcome(hosts, ended, failure, return_exceptions)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from greenlet import greenlet  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from .memory import Region
-    from .weak import Store
+    from .buffers import Store
+    from .polls import Poll
+    from .region import Region
 
-Poll = tuple[int, "Region", int, Any, bool]
+Look = tuple[int, "Region", int, Any, bool]
 Clock = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -41,15 +42,17 @@ class Task:
         rank: rank it belongs to.
         wg: linear program id, -1 for host code.
         pid: program id (x, y, z), (-1, -1, -1) for host code.
+        time: its simulated time in ns (with a cost model).
     """
 
-    __slots__ = ("id", "pid", "rank", "wg")
+    __slots__ = ("id", "pid", "rank", "time", "wg")
 
     def __init__(self, id: int, rank: int, wg: int, pid: tuple[int, int, int]) -> None:
         self.id = id
         self.rank = rank
         self.wg = wg
         self.pid = pid
+        self.time = 0
 
     @property
     def is_host(self) -> bool:
@@ -62,7 +65,7 @@ class Launch:
 
     __slots__ = (
         "args", "clock", "done", "fn", "grid", "name", "num_live", "number", "pending", "rank",
-        "regions", "stream",
+        "regions", "start_ns", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +92,7 @@ class Launch:
         self.pending: list[tuple[int, int, int]] = []
         self.num_live = 0
         self.done = False
+        self.start_ns = 0
         # Vector clock of the host at the launch (race detector only).
         self.clock: Clock | None = None
 
@@ -109,9 +113,10 @@ class WorkGroup(Task):
 
     __slots__ = (
         "buffer", "clk", "clk_tile", "clock_reads", "coherent", "fence", "fingerprint", "greenlet",
-        "launch", "num_parks", "num_plain", "num_polls", "parked", "pending", "proxy_dirty", "rep",
-        "seen", "slot", "span_start", "spin_ns", "spin_reads", "spins", "timed", "trail",
-        "unbarred", "vc", "vc_tile", "view_gpu", "view_sys", "wait_start", "watches", "young",
+        "launch", "num_notes", "num_parks", "num_plain", "num_polls", "parked", "pending",
+        "proxy_dirty", "rep", "seen", "slot", "span_start", "spin_ns", "spin_reads", "spins",
+        "timed", "trail", "unbarred", "vc", "vc_tile", "view_gpu", "view_sys", "wait_start",
+        "watches", "young",
     )  # fmt: skip
 
     def __init__(self, id: int, launch: Launch, pid: tuple[int, int, int]) -> None:
@@ -122,12 +127,15 @@ class WorkGroup(Task):
         # Polling (see polls.py).
         self.parked = False
         self.timed = False
-        self.seen: dict[tuple[int, int], tuple[Any, int]] = {}
+        # The latest synchronising read by site and address, since it last did anything else.
+        self.seen: dict[tuple[int, int], Poll] = {}
+        self.num_notes = 0
         self.rep = 0
         self.watches: list[tuple[Region, int, int]] = []
-        self.spins: list[tuple[Region, int, int]] = []
+        # Further places that reads spanning several tensors have polled.
+        self.spins: dict[tuple[Region, int, int], None] = {}
         # The latest polls: site, region, offset, value, whether they acquire.
-        self.trail: deque[Poll] = deque(maxlen=8)
+        self.trail: deque[Look] = deque(maxlen=8)
         self.num_polls = 0
         self.fingerprint = 0
         self.num_parks = 0

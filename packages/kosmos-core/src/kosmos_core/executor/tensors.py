@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .memory import Memory, Region, version_of
+from .memory import Memory
+from .region import Region, version_of
 
 if TYPE_CHECKING:
     from .races import RaceDetector

@@ -36,9 +36,9 @@ class Tracer:
     ) -> Any:
         """Call a device function inside a span."""
         w = ex.current
-        start = ex.clock.ns
+        start = ex.clock.now(w)
         out = fn(*args, **kwargs)
-        self.span(w, name, start, ex.clock.ns, "device_function")
+        self.span(w, name, start, ex.clock.now(w), "device_function")
         return out
 
     def save(self, path: str | os.PathLike[str]) -> int:

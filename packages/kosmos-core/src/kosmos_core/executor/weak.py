@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .access import UINT, Access, Array
-from .memory import Region
+from .access import Access, Array
+from .buffers import Dirty, Store, overlapped, patch, split
+from .region import Region
 from .stale import OTHERS_ONLY, PLAIN, RANK_ONLY, StaleLog, rollback
 
 if TYPE_CHECKING:
@@ -26,45 +27,6 @@ if TYPE_CHECKING:
     from .tasks import Launch, WorkGroup
 
 _U8 = np.dtype(np.uint8)
-
-
-class Store:
-    """A store that waits in a store buffer."""
-
-    __slots__ = ("access", "dtype", "values")
-
-    def __init__(self, access: Access, dtype: np.dtype[Any], values: Array) -> None:
-        self.access = access
-        self.dtype = dtype
-        self.values = values
-
-
-class Dirty:
-    """Bytes of a region that one rank sees already and the others do not."""
-
-    __slots__ = ("hi", "lo", "mask")
-
-    def __init__(self, nbytes: int) -> None:
-        self.mask: Array = np.zeros(nbytes, np.uint8)
-        self.lo = nbytes
-        self.hi = 0
-
-    def mark(self, access: Access) -> None:
-        """These bytes are dirty."""
-        width = UINT[access.itemsize]
-        access.scatter(self.mask, width, ~np.zeros((), width))
-        self.lo = min(self.lo, access.lo)
-        self.hi = max(self.hi, access.hi)
-
-    def take(self) -> Array:
-        """Byte offsets that are dirty; afterwards none is."""
-        if self.hi <= self.lo:
-            return np.zeros(0, np.int64)
-        part = self.mask[self.lo : self.hi]
-        out: Array = np.flatnonzero(part) + self.lo
-        part[:] = 0
-        self.lo, self.hi = len(self.mask), 0
-        return out
 
 
 class WeakMemory:
@@ -112,15 +74,15 @@ class WeakMemory:
         if out is None:
             out = a.gather(source, dtype)
         if w.buffer and (stores := w.buffer.get(region)):
-            out = _patch(a, dtype, out, stores)
+            out = patch(a, dtype, out, stores)
         if w.young and (stores := w.young.get(region)):
-            out = _patch(a, dtype, out, stores)
+            out = patch(a, dtype, out, stores)
         return out
 
     def write(self, w: WorkGroup, a: Access, dtype: np.dtype[Any], values: Array) -> None:
         """A plain store: into the store buffer."""
         target = w.buffer
-        if self.strict and (a.is_tile or _overlapped(w.young.get(a.region), a)):
+        if self.strict and (a.is_tile or overlapped(w.young.get(a.region), a)):
             # Also a scalar store over a young one: one address is written in program order.
             target = w.young
         stores = target.get(a.region)
@@ -131,7 +93,7 @@ class WeakMemory:
     def settle(self, w: WorkGroup, a: Access) -> None:
         """Before an atomic access: earlier plain stores of this WG or rank to its address."""
         region = a.region
-        if _overlapped(w.buffer.get(region), a):
+        if overlapped(w.buffer.get(region), a):
             self._publish(w.id, w.rank, region, w.buffer.pop(region))
         dirty = region.dirty.get(w.rank) if region.dirty else None
         if dirty is not None and dirty.lo < a.hi and dirty.hi > a.lo:
@@ -182,16 +144,22 @@ class WeakMemory:
             self._ended.remove(w)
         self._publish_rank(launch.rank)
 
-    def drain(self, live: Sequence[WorkGroup]) -> bool:
-        """Publish everything (stores become visible eventually); whether there was anything."""
-        did = False
+    def drain(self, live: Sequence[WorkGroup]) -> list[str]:
+        """Publish everything: stores become visible eventually.
+
+        Returns:
+            Whose stores to what, as text.
+        """
+        did = []
         for rank in range(self.num_ranks):
-            did = self._publish_rank(rank) or did
+            names = ", ".join(dict.fromkeys(r.name for r in self._rank_dirty[rank]))
+            if self._publish_rank(rank):
+                did.append(f"rank {rank} to {names}")
         for w in (*live, *self._ended):
             self.barrier(w)
             for region, stores in w.buffer.items():
                 self._publish(w.id, w.rank, region, stores)
-                did = True
+                did.append(f"{w} to {region.name}")
             w.buffer.clear()
         self._ended.clear()
         return did
@@ -217,7 +185,7 @@ class WeakMemory:
         if region.sentinel is not None and rng.random() < 0.8:
             # Polled data becomes visible element by element, in any order.
             salt = rng.getrandbits(62) | 1
-            now, later = _split(stores, salt)
+            now, later = split(stores, salt)
             if later:
                 buffer[region] = later
             if now:
@@ -300,45 +268,3 @@ class WeakMemory:
         if region.log is None:
             region.log = StaleLog()
         region.log.append(self.seq, a, dtype, old, rank, kind, wid)
-
-
-def _overlapped(stores: list[Store] | None, a: Access) -> bool:
-    return stores is not None and any(s.access.overlaps(a) for s in stores)
-
-
-def _patch(a: Access, dtype: np.dtype[Any], out: Array, stores: list[Store]) -> Array:
-    """`out`, overwritten by the buffered stores that overlap it."""
-    over = [s for s in stores if s.access.lo < a.hi and s.access.hi > a.lo]
-    if not over:
-        return out
-    lo = min(a.lo, min(s.access.lo for s in over)) & ~7
-    hi = max(a.hi, max(s.access.hi for s in over))
-    tmp = np.zeros(hi - lo, np.uint8)
-    a.scatter(tmp, dtype, out, lo)
-    for s in over:
-        s.access.scatter(tmp, s.dtype, s.values, lo)
-    return a.gather(tmp, dtype, lo)
-
-
-def _split(stores: list[Store], salt: int) -> tuple[list[Store], list[Store]]:
-    """Partition the elements of `stores` by a hash of their address.
-
-    So stores to one address stay in order.
-    """
-    now: list[Store] = []
-    later: list[Store] = []
-    for s in stores:
-        a = s.access
-        offsets = a.offsets()
-        numbers = offsets.astype(np.uint64) // np.uint64(a.itemsize) + np.uint64(1)
-        mixed = numbers * np.uint64(salt)
-        chosen = (mixed >> np.uint64(33)) & np.uint64(1) == 1
-        values = np.broadcast_to(s.values, a.shape if a.index is None else (len(offsets),)).ravel()
-        for target, part in ((now, chosen), (later, ~chosen)):
-            if part.any():
-                o = offsets[part]
-                lo, hi = int(o.min()), int(o.max()) + a.itemsize
-                size = o.size * a.itemsize
-                some = Access(a.region, a.itemsize, o.shape, 0, None, o, None, lo, hi, size)
-                target.append(Store(some, s.dtype, values[part]))
-    return now, later

@@ -1,11 +1,15 @@
-"""Kernels that measure a machine, built from the device functions that fused kernels are built from.
+"""Kernels that measure a machine, built from the device functions of the fused kernels.
 
 | word | writer | reader | scope | order | guards |
 |---|---|---|---|---|---|
-| queue head (one a launch, zeroed before it) | every workgroup, +1 | the claimer | gpu | relaxed | nothing |
-| ping-pong word of a rank (arrival set of the call) | its partner, +1 a round | this rank | sys | barrier + release / acquire | nothing: the flag itself is measured |
-| ping-pong word of a workgroup (counter set of the call) | the other workgroup, +1 a round | this workgroup | gpu | barrier + release / acquire | nothing |
-| presence word | every workgroup, +1 | every workgroup | gpu | barrier + release / acquire | nothing: it is counted who is there |
+| queue head | every WG, +1 | the claimer | gpu | relaxed | nothing |
+| rank's word | partner, +1 a round | this rank | sys | barrier + release / acquire | nothing |
+| WG's word | other WG, +1 a round | this WG | gpu | barrier + release / acquire | nothing |
+| presence word | every WG, +1 | every WG | gpu | barrier + release / acquire | nothing |
+
+Heads and the presence word are zeroed by the host before a launch; a rank's word stands in the
+arrival set of the call, a WG's word in its counter set. What is measured or counted is the flag
+itself, so that no data is guarded.
 """
 
 # mypy: ignore-errors
@@ -56,9 +60,10 @@ def copy_kernel(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Workgroups claim units of UNIT bf16 elements and copy them, BLOCK elements a step, DEPTH steps ahead.
+    """Workgroups claim units of UNIT bf16 elements and copy them: BLOCK a step, DEPTH steps ahead.
 
-    Routes take turns, so that few workgroups keep all links busy. Pull and push differ in the table alone.
+    Routes take turns, so that few workgroups keep all links busy. Pull and push differ in the
+    table alone.
     """
     unit = queue_claim(head_ptr)
     while unit < units:
@@ -86,7 +91,7 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """c [m, n] = a [m, k] times b [n, k] transposed, all bf16: persistent builders that claim tiles.
+    """C [m, n] = A [m, k] times B [n, k] transposed, all bf16: builders that claim tiles.
 
     n is a multiple of BLOCK_N and k of BLOCK_K.
     """
@@ -97,9 +102,7 @@ def gemm_kernel(
     tiles = num_gathered_tiles(grid, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M)
     index = queue_claim(head_ptr)
     while index < tiles:
-        tile = gathered_tile(
-            index, grid, index * 0, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M, GROUP_M, 1
-        )
+        tile = gathered_tile(index, grid, index * 0, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M, GROUP_M, 1)
         row = tile.row_block * BLOCK_M
         col = tile.column * BLOCK_N
         acc = gemm_tile(
@@ -120,7 +123,7 @@ def empty_kernel(word_ptr):
 def start_order_kernel(
     head_ptr, tickets_ptr, times_ptr, hold_ns, SPREAD: tl.constexpr, TARGET: tl.constexpr
 ):
-    """Each workgroup notes its arrival ticket and the device time, then stays for 1 to SPREAD times hold_ns.
+    """Each workgroup notes its arrival ticket and the time, then stays 1 to SPREAD times hold_ns.
 
     tickets_ptr: int32 [workgroups]; times_ptr: int64 [workgroups], nanoseconds; both by program id.
     """
@@ -140,7 +143,7 @@ def start_order_kernel(
 def presence_kernel(word_ptr, seen_ptr, bound_ns, TARGET: tl.constexpr):
     """Every workgroup counts itself in and waits, for bound_ns at most, until all are there.
 
-    seen_ptr: int32 [workgroups], how many each one saw; all of them when the whole grid is resident at once.
+    seen_ptr: int32 [workgroups], how many each one saw; all if the whole grid is resident at once.
     """
     total = tl.num_programs(0)
     flag_arrive(word_ptr, "gpu", TARGET)
@@ -154,10 +157,8 @@ def presence_kernel(word_ptr, seen_ptr, bound_ns, TARGET: tl.constexpr):
 
 
 @triton.jit
-def volley(
-    ctx, call, standing, own_ptr, theirs_ptr, partner, leads, rounds, SCOPE: tl.constexpr
-):
-    """`rounds` flags to the partner and back. Returns the nanoseconds, and 1, or 0 when the call is aborted."""
+def volley(ctx, call, standing, own_ptr, theirs_ptr, partner, leads, rounds, SCOPE: tl.constexpr):
+    """`rounds` flags to the partner and back. Returns nanoseconds, and 1, or 0 when aborted."""
     ok = standing.ok
     done = rounds * 0
     begin = clock_ns(ctx.TARGET)
@@ -165,9 +166,7 @@ def volley(
         if leads:
             flag_arrive(theirs_ptr, SCOPE, ctx.TARGET)
         done += 1
-        ok = flag_wait(
-            ctx, call, own_ptr, done, partner, 0, PHASE_GATHER, FLAG_ARRIVAL, SCOPE
-        )
+        ok = flag_wait(ctx, call, own_ptr, done, partner, 0, PHASE_GATHER, FLAG_ARRIVAL, SCOPE)
         if (not leads) & (ok != 0):
             flag_arrive(theirs_ptr, SCOPE, ctx.TARGET)
     return clock_ns(ctx.TARGET) - begin, ok
@@ -177,7 +176,8 @@ def volley(
 def ping_pong_kernel(ctx, elapsed_ptr, partner, rounds, call_hash):
     """One workgroup a rank: flags between this rank and `partner` through symmetric memory.
 
-    elapsed_ptr: int64 [1], nanoseconds of all rounds. A rank whose partner is itself only takes part in the call.
+    elapsed_ptr: int64 [1], nanoseconds of all rounds. A rank whose partner is itself only takes
+    part in the call.
     """
     call, standing = call_enter(ctx, call_hash)
     if standing.ok != 0:
@@ -189,16 +189,17 @@ def ping_pong_kernel(ctx, elapsed_ptr, partner, rounds, call_hash):
         own_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + words + partner * ctx.MAX_ROWS
         theirs_ptr = peer_ptr(ctx, ARRIVAL, partner, tl.int32) + words + call.rank * ctx.MAX_ROWS
         leads = call.rank < partner
-        elapsed, _ = volley(
-            ctx, call, standing, own_ptr, theirs_ptr, partner, leads, rounds, "sys"
-        )
+        elapsed, _ = volley(ctx, call, standing, own_ptr, theirs_ptr, partner, leads, rounds, "sys")
         tl.store(elapsed_ptr, elapsed)
     call_leave(ctx, call, standing)
 
 
 @triton.jit(do_not_specialize=["rounds", "call_hash"])
 def local_ping_pong_kernel(ctx, elapsed_ptr, rounds, call_hash):
-    """Two workgroups of one rank: flags between them through local memory. elapsed_ptr: int64 [1], nanoseconds."""
+    """Two workgroups of one rank: flags between them through local memory.
+
+    elapsed_ptr: int64 [1], nanoseconds of all rounds.
+    """
     call, standing = call_enter(ctx, call_hash)
     if call.ticket == 0:
         if standing.ok != 0:

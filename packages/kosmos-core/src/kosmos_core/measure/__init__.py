@@ -1,4 +1,4 @@
-"""Measures a machine: what movers and builders reach by their number, flags, launches, start order, power.
+"""Measures a machine: movers and builders by their number, flags, launches, start order, power.
 
     python -m kosmos_core measure --json FILE --png FILE
     torchrun --nproc-per-node 2 -m kosmos_core measure --json FILE --png FILE

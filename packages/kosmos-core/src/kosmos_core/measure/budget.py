@@ -58,13 +58,15 @@ class Budget:
     """Sizes and repetitions of one measurement.
 
     Attributes:
-        movers: workgroup counts of the copy curves; those above the machine's are left out, all are added.
+        movers: workgroup counts of the copy curves; those that the machine has not are left out,
+            and all that it has are added.
         variants: how movers copy.
         unit_elements: bf16 elements that a mover claims at once, a multiple of every step.
         copy_elements: bf16 elements of a copy by one or two movers and by many.
         caps: workgroup counts of the GEMM curve, likewise; shares of the machine are added to them.
         gemm: m, n, k of the GEMM.
         gemm_rounds: tiles that each workgroup builds in the GEMM of the curve.
+        gemm_batch: GEMMs that are timed as one, without a pause.
         gemm_orders: times that the caps are gone through, in another order each time.
         tile: replaces the vendor's tile.
         power_wgs: workgroup counts under which power and clock are read, likewise.
@@ -82,6 +84,7 @@ class Budget:
     caps: tuple[int, ...] = (124, 116, 112, 100, 96, 84, 64, 32)
     gemm: tuple[int, int, int] = (8192, 4096, 4096)
     gemm_rounds: int = 8
+    gemm_batch: int = 8
     gemm_orders: int = 3
     tile: GemmTile | None = None
     power_wgs: tuple[int, ...] = (16, 32, 64, 84, 96, 112, 124)
@@ -97,7 +100,7 @@ class Budget:
         return sorted({*(w for w in wanted if w < num_wgs), num_wgs})
 
     def cap_counts(self, num_wgs: int) -> list[int]:
-        """Workgroup counts of the GEMM curve; on large machines shares of it, since `caps` ends too low."""
+        """Workgroup counts of the GEMM curve; on large machines shares of them are added."""
         more = () if num_wgs <= 2 * max(self.caps, default=0) - 100 else self.shares
         return self.counts((*self.caps, *(int(num_wgs * s) for s in more)), num_wgs)
 

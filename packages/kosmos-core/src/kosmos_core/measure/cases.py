@@ -1,4 +1,4 @@
-"""The measuring kernels as the compile guard takes them: in every configuration that is launched."""
+"""The measuring kernels for the compile guard, in every configuration that is launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kosmos_core.workspace import control_sizes
 
 _SMALL_SPILL = Expectations(
     allow_spills=32,
-    reason="ptxas keeps some steps to 128 registers; a few bytes in L1 do not show against a link's latency",
+    reason="ptxas keeps some steps to 128 registers; a few bytes in L1 do not show against a link",
 )
 TARGETS = {"sm_90": int(NVIDIA.value), "gfx950": int(AMD.value)}
 
@@ -32,9 +32,18 @@ def _cases(target: str) -> list[CompileCase]:
         CompileCase(
             f"copy {variant}",
             kernels.copy_kernel,
-            {"routes": kernels.Routes("*i64"), "head_ptr": "*i32", "num_routes": "i32", "units": "i32"},
+            {
+                "routes": kernels.Routes("*i64"),
+                "head_ptr": "*i32",
+                "num_routes": "i32",
+                "units": "i32",
+            },
             target,
-            constexprs={"UNIT": FULL.unit_elements, "BLOCK": variant.step_elements, "DEPTH": variant.depth},
+            constexprs={
+                "UNIT": FULL.unit_elements,
+                "BLOCK": variant.step_elements,
+                "DEPTH": variant.depth,
+            },
             divisible_by_16=("routes.table_ptr", "head_ptr"),
             options={"num_warps": variant.num_warps},
             expect=_SMALL_SPILL if nvidia and variant.depth == 2 else Expectations(),
@@ -63,6 +72,11 @@ def _cases(target: str) -> list[CompileCase]:
             divisible_by_16=("a_ptr", "b_ptr", "c_ptr", "head_ptr", "n", "k"),
             options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
             expect=Expectations(mma=1, tma_load=2 if nvidia else 0, tma_store=1 if nvidia else 0),
+        )
+    )
+    cases.append(
+        CompileCase(
+            "empty", kernels.empty_kernel, {"word_ptr": "*i32"}, target, options={"num_warps": 8}
         )
     )
     cases.append(
@@ -112,7 +126,13 @@ def _cases(target: str) -> list[CompileCase]:
     return cases
 
 
-_CONTEXT_ALIGNED = ("ctx.table_ptr", "ctx.control_ptr", "ctx.status_ptr", "ctx.trace_ptr", "elapsed_ptr")
+_CONTEXT_ALIGNED = (
+    "ctx.table_ptr",
+    "ctx.control_ptr",
+    "ctx.status_ptr",
+    "ctx.trace_ptr",
+    "elapsed_ptr",
+)
 
 
 def _context(world: int, vendor: int) -> Context:

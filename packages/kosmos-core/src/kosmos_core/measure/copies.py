@@ -1,4 +1,4 @@
-"""GB/s of movers by their number: pull and push, one peer and all peers, and what else can move bytes."""
+"""GB/s of movers by their number: pull and push, one peer and all peers, and what else copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kosmos_core.device.layout import MAX_RANKS
 from kosmos_core.kernels.measure import Routes, copy_kernel
 from kosmos_core.measure.budget import PLAN_WARPS, Budget, CopyVariant
-from kosmos_core.measure.timing import Timer, agree
+from kosmos_core.measure.timing import Timer, agree, figures
 from kosmos_core.worlds.base import World
 
 POISON = -1
@@ -46,7 +46,7 @@ class Way:
 
 
 def ways(world_size: int) -> list[Way]:
-    """What is measured in a group of this size: one peer and, where there are more, all of them at once."""
+    """What is measured in a group of this size: one peer, and where there are more, all at once."""
     if world_size == 1:
         return [Way("local", 0)]
     peers = sorted({1, world_size - 1})
@@ -54,7 +54,7 @@ def ways(world_size: int) -> list[Way]:
 
 
 def pattern(num_elements: int, rank: int, device: torch.device) -> torch.Tensor:
-    """int16 [num_elements] that differs between ranks and places, holds no NaN as bf16, and never POISON."""
+    """int16 [num_elements] that differs between ranks and places; finite as bf16, never POISON."""
     index = torch.arange(num_elements, dtype=torch.int32, device=device)
     return ((index * 1103515245 + (rank * 12345 + 1)) >> 13).bitwise_and_(0x3FFF).to(torch.int16)
 
@@ -74,15 +74,19 @@ class CopyBench:
         self.source = world.symmetric("copy source", self.num_elements, torch.bfloat16)
         self.target = world.symmetric("copy target", self.num_elements, torch.bfloat16)
         self.head = world.local("copy queue", 32, torch.int32)
-        self.source.local.view(torch.int16).copy_(pattern(self.num_elements, world.rank, world.device))
+        self.source.local.view(torch.int16).copy_(
+            pattern(self.num_elements, world.rank, world.device)
+        )
         self._tables = {way: self._table(way) for way in ways(world.size)}
         world.barrier()
 
     def _slot_elements(self, way: Way) -> int:
-        return self.num_elements // way.routes // self.budget.unit_elements * self.budget.unit_elements
+        return (
+            self.num_elements // way.routes // self.budget.unit_elements * self.budget.unit_elements
+        )
 
     def _table(self, way: Way) -> torch.Tensor:
-        """int64 [2 * MAX_RANKS]: source and target address of each route; a route has a slot of its own."""
+        """int64 [2 * MAX_RANKS]: source and target address of each route; slots are its own."""
         ranks = int(MAX_RANKS.value)
         own, size = self.world.rank, self.world.size
         table = torch.zeros(2, ranks, dtype=torch.int64)
@@ -117,7 +121,9 @@ class CopyBench:
     def units(self, way: Way, wgs: int) -> int:
         """Units of a timed copy: fewer by few workgroups, and the same number for every route."""
         elements = self.budget.copy_elements[0 if wgs <= 2 else 1]
-        per_route = min(elements // way.routes, self._slot_elements(way)) // self.budget.unit_elements
+        per_route = (
+            min(elements // way.routes, self._slot_elements(way)) // self.budget.unit_elements
+        )
         return max(1, per_route) * way.routes
 
     def check(self, way: Way, variant: CopyVariant) -> None:
@@ -148,7 +154,11 @@ class CopyBench:
             part = slice(route * slot, (route + 1) * slot)
             wrong += int((target[part] != wanted[part]).sum())
         wrong += int((target[way.routes * slot :] != POISON).sum())
-        fault = f"{wrong} of {target.numel()} elements are wrong after {way}, {variant}" if wrong else None
+        fault = (
+            f"{wrong} of {target.numel()} elements are wrong after {way}, {variant}"
+            if wrong
+            else None
+        )
         agree(world, fault)
 
     def gbps(self, timer: Timer, way: Way, variant: CopyVariant, wgs: int) -> float:
@@ -163,7 +173,7 @@ class CopyBench:
         return units * self.budget.unit_elements * 2 / (ms * 1e6)
 
     def engine_gbps(self, timer: Timer) -> float | None:
-        """GB/s of a plain copy by the driver: from one peer, or within local memory; None if it cannot be made."""
+        """GB/s of a copy by the driver, from one peer or within local memory; None without one."""
         src = self.source.local
         if self.world.size > 1:
             get_buffer = getattr(self.source.handle, "get_buffer", None)
@@ -171,17 +181,22 @@ class CopyBench:
                 return None
             peer = (self.world.rank + 1) % self.world.size
             src = get_buffer(peer, (self.num_elements,), torch.bfloat16)
-        ms = timer.median(lambda: self.target.local.copy_(src), warmup=2, repeats=self.budget.repeats)
+        ms = timer.median(
+            lambda: self.target.local.copy_(src), warmup=2, repeats=self.budget.repeats
+        )
         return self.num_elements * 2 / (ms * 1e6)
 
     def gather(self, timer: Timer) -> tuple[float, float]:
-        """The vendor's all-gather: GB/s into one rank of a large one, microseconds of a small one."""
+        """The vendor's all-gather: GB/s into one rank of a large one, us of a small one."""
         peers = self.world.size - 1
         large = self.source.local[: self.num_elements // self.world.size]
         small = self.source.local[: SMALL_GATHER_BYTES // 2]
         repeats = self.budget.repeats
         ms = timer.median(lambda: self.world.all_gather_tensor(large), warmup=2, repeats=repeats)
-        us = timer.median(lambda: self.world.all_gather_tensor(small), warmup=2, repeats=repeats) * 1e3
+        us = (
+            timer.median(lambda: self.world.all_gather_tensor(small), warmup=2, repeats=repeats)
+            * 1e3
+        )
         return peers * large.numel() * 2 / (ms * 1e6), us
 
 
@@ -197,7 +212,8 @@ def measure_copies(
     """Checks every way of copying, then times it. Collective.
 
     Returns:
-        The keys pull_gbps, push_gbps (None in a group of one), pull_copy, push_copy, and "copies" with every curve.
+        The keys pull_gbps, push_gbps (None in a group of one), pull_copy, push_copy, and "copies"
+        with every curve.
 
     Raises:
         MeasurementError: a copy went wrong.
@@ -211,7 +227,7 @@ def measure_copies(
             gbps = {}
             for wgs in budget.counts(budget.movers, world.num_wgs):
                 tick(f"{way}: {variant}, {wgs} WGs")
-                gbps[str(wgs)] = round(bench.gbps(timer, way, variant, wgs), 2)
+                gbps[str(wgs)] = figures(bench.gbps(timer, way, variant, wgs))
             curves.append(
                 {
                     "direction": way.direction,
@@ -225,13 +241,13 @@ def measure_copies(
     engine = bench.engine_gbps(timer)
     copies: dict[str, Any] = {
         "curves": curves,
-        "engine_gbps": None if engine is None else round(engine, 1),
+        "engine_gbps": None if engine is None else figures(engine),
         "checked": True,
     }
     if world.size > 1:
         gbps_large, us_small = bench.gather(timer)
-        copies["collective_gbps"] = round(gbps_large, 1)
-        copies["collective_us"] = round(us_small, 1)
+        copies["collective_gbps"] = figures(gbps_large)
+        copies["collective_us"] = figures(us_small)
     out: dict[str, Any] = {"pull_gbps": None, "push_gbps": None, "copies": copies}
     for direction in ("pull", "push"):
         best = best_curve(curves, direction, 1)
@@ -242,7 +258,7 @@ def measure_copies(
 
 
 def best_curve(curves: list[dict[str, Any]], direction: str, peers: int) -> dict[str, Any] | None:
-    """The curve that few movers with the warps of fused kernels are fastest on (geometric mean), or None."""
+    """The curve on which few movers with the warps of fused kernels are fastest, or None."""
 
     def score(curve: dict[str, Any]) -> float:
         few = [v for wgs, v in curve["gbps"].items() if int(wgs) <= FEW_MOVERS]

@@ -15,9 +15,15 @@ from kosmos_core.measure.report import singles
 
 BLUE, ORANGE, GREEN = "#1f4e9c", "#d9601a", "#2a7f62"
 INK, FAINT, QUIET = "#333333", "#9a9a9a", "#6a6a6a"
+# Points nearer to each other than this share of the axis get one label.
+CLOSE = 0.07
 # One colour a copy step and depth.
 VARIANT_COLOURS = ("#8db3de", BLUE, "#f0a868", ORANGE, "#8fc7a9", GREEN)
-TITLES = {"pull": "Pull from a peer", "push": "Push to a peer", "local": "Copies within local memory"}
+TITLES = {
+    "pull": "Pull from a peer",
+    "push": "Push to a peer",
+    "local": "Copies within local memory",
+}
 
 
 def draw(data: Mapping[str, Any], path: str | Path) -> None:
@@ -30,15 +36,16 @@ def draw(data: Mapping[str, Any], path: str | Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {
-        "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT,
-        "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titlelocation": "left",
-        "axes.titleweight": "bold", "axes.titlesize": 10.5, "text.color": INK, "axes.labelcolor": INK,
-        "xtick.color": INK, "ytick.color": INK,
+    style: Any = {
+        "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.edgecolor": FAINT, "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True,
+        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 10.5,
+        "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
     }  # fmt: skip
     with plt.rc_context(style):
         figure = plt.figure(figsize=(13.5, 9.6), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=(1.08, 1))
+        rows: Any = figure.subfigures(2, 1, height_ratios=(1.08, 1))
+        top, bottom = rows
         directions = list(dict.fromkeys(c["direction"] for c in data["copies"]["curves"]))
         *bandwidth, throughput = top.subplots(1, len(directions) + 1)
         persistent, crowded, power = bottom.subplots(1, 3, width_ratios=(1, 1, 1.5))
@@ -72,30 +79,36 @@ def _bandwidth(axes: Axes, data: Mapping[str, Any], direction: str) -> None:
     for curve in curves:
         read = chosen is not None and all(curve[key] == chosen[key] for key in chosen)
         several = curve["peers"] > 1
-        # All peers at once: only the variant that plans read, or there would be twice as many lines.
+        # All peers at once: the variant that plans read, or there would be twice as many lines.
         if several and not read:
             continue
         bold = read and not several
-        label = f"{curve['copy_bytes'] // 1024} KiB x {curve['depth'] + 1}, {curve['num_warps']} warps"
+        place = steps.index((curve["copy_bytes"], curve["depth"]))
+        label = (
+            f"{curve['copy_bytes'] // 1024} KiB x {curve['depth'] + 1}, {curve['num_warps']} warps"
+        )
         if several:
             label += f", {curve['peers']} peers at once"
         axes.plot(
             [int(w) for w in curve["gbps"]],
             list(curve["gbps"].values()),
-            color=VARIANT_COLOURS[steps.index((curve["copy_bytes"], curve["depth"])) % len(VARIANT_COLOURS)],
+            color=INK if several else VARIANT_COLOURS[place % len(VARIANT_COLOURS)],
             linestyle="-" if curve["num_warps"] >= PLAN_WARPS else "--",
             linewidth=2.8 if bold else 1.4,
             marker="o" if bold else ("s" if several else None),
             markersize=4.5,
             label=label + (" (plans read this)" if bold else ""),
         )
-    lines = [("driver's copy", copies["engine_gbps"]), ("vendor's all-gather", copies.get("collective_gbps"))]
+    lines = [
+        ("driver's copy", copies["engine_gbps"]),
+        ("vendor's all-gather", copies.get("collective_gbps")),
+    ]
     for name, value in lines:
         if value is not None:
             axes.axhline(value, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
             axes.annotate(
-                f"{name} {value:.0f}", (counts[0], value), (0, 3), textcoords="offset points", color=QUIET,
-                fontsize=8.5,
+                f"{name} {value:.0f}", (counts[0], value), (0, 3), textcoords="offset points",
+                color=QUIET, fontsize=8.5,
             )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(counts))
@@ -104,10 +117,14 @@ def _bandwidth(axes: Axes, data: Mapping[str, Any], direction: str) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("movers (workgroups)")
-    axes.set_ylabel("GB/s into one GPU")
+    axes.set_ylabel("GB/s copied" if direction == "local" else "GB/s into one GPU")
     axes.set_title(f"{TITLES[direction]}, by number of movers")
     legend = axes.legend(
-        fontsize=7.5, loc="lower right", title="step x steps in flight", title_fontsize=8, framealpha=0.9
+        fontsize=7.5,
+        loc="lower right",
+        title="step x steps in flight",
+        title_fontsize=8,
+        framealpha=0.9,
     )
     legend.get_frame().set_linewidth(0)
 
@@ -120,19 +137,32 @@ def _throughput(axes: Axes, data: Mapping[str, Any]) -> None:
     kept = [curve[w] / best for w in wgs]
     axes.plot([0, full], [0, 1], color=FAINT, linewidth=1.2, linestyle="--")
     axes.annotate(
-        "in proportion", (0.36 * full, 0.345), rotation=33, rotation_mode="anchor", color=QUIET, fontsize=8.5
+        "in proportion",
+        (0.36 * full, 0.345),
+        rotation=33,
+        rotation_mode="anchor",
+        color=QUIET,
+        fontsize=8.5,
     )
     axes.fill_between(wgs, [w / full for w in wgs], kept, color=BLUE, alpha=0.12, linewidth=0)
     axes.plot(wgs, kept, color=BLUE, linewidth=2.4, marker="o", markersize=5)
+    last = 0
     for w, share in zip(wgs, kept, strict=True):
-        axes.annotate(
-            f"{100 * share:.0f}", (w, share), (0, 8), textcoords="offset points", ha="center", fontsize=8.5
-        )
+        if w == full or (w - last >= CLOSE * full and full - w >= CLOSE * full):
+            last = w
+            axes.annotate(
+                f"{100 * share:.0f}",
+                (w, share),
+                (0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8.5,
+            )
     vendor = data["gemm"]["vendor_whole_rounds_tflops"] / best
     axes.axhline(vendor, color=ORANGE, linewidth=1.2)
     axes.annotate(
-        f"vendor's GEMM, {data['gemm']['vendor_whole_rounds_tflops']:.0f} TFLOPS", (0, vendor), (4, 4),
-        textcoords="offset points", color=ORANGE, fontsize=8.5,
+        f"vendor's GEMM, {data['gemm']['vendor_whole_rounds_tflops']:.0f} TFLOPS", (0, vendor),
+        (4, 4), textcoords="offset points", color=ORANGE, fontsize=8.5,
     )  # fmt: skip
     axes.set_xlim(0, full * 1.03)
     axes.set_ylim(0, max(1.14, 1.1 * vendor))
@@ -147,12 +177,17 @@ def _start_order(axes: Axes, order: Mapping[str, Any], title: str) -> None:
     micros = [t / 1e3 for t in order["start_ns"]]
     axes.plot([0, len(tickets)], [0, len(tickets)], color=FAINT, linewidth=1, linestyle="--")
     points = axes.scatter(
-        range(len(tickets)), tickets, c=micros, cmap="viridis_r", s=900 / (len(tickets) + 60) + 2, linewidths=0
+        range(len(tickets)),
+        tickets,
+        c=micros,
+        cmap="viridis_r",
+        s=900 / (len(tickets) + 60) + 2,
+        linewidths=0,
     )
     bar = axes.figure.colorbar(points, ax=axes, location="bottom", shrink=0.9, aspect=30, pad=0.02)
     bar.set_label("start, us after the first", fontsize=8)
     bar.ax.tick_params(labelsize=7.5)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     axes.set_xlabel("workgroup id (dashed: started in order of id)")
     axes.set_ylabel("place in the order of arrival")
     axes.set_title(title)
@@ -163,7 +198,14 @@ def _power(axes: Axes, data: Mapping[str, Any]) -> None:
     axes.set_title("Power and clock by active workgroups")
     if "watts" not in power:
         axes.text(
-            0.5, 0.5, power["note"], transform=axes.transAxes, ha="center", va="center", wrap=True, color=INK
+            0.5,
+            0.5,
+            power["note"],
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            wrap=True,
+            color=INK,
         )
         axes.set_axis_off()
         return

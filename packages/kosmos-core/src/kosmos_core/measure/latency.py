@@ -17,7 +17,7 @@ from kosmos_core.kernels.measure import (
     start_order_kernel,
 )
 from kosmos_core.measure.budget import Budget
-from kosmos_core.measure.timing import Timer, slowest
+from kosmos_core.measure.timing import Timer, figures, slowest
 from kosmos_core.workspace import Workspace
 from kosmos_core.worlds.base import World
 
@@ -39,8 +39,8 @@ def measure_latency(
     """Flags between ranks and between workgroups, empty launches, start order. Collective.
 
     Returns:
-        The keys flag_latency_us (None in a group of one), launch_us (an empty call with the protocol of fused
-        kernels: arrival, start words, last to leave), "latency" and "start_order".
+        The keys flag_latency_us (None in a group of one), launch_us (an empty call with the
+        protocol of fused kernels: arrival, start words, last to leave), "latency", "start_order".
 
     Raises:
         PeerTimeoutError: a flag did not come within WAIT_BOUND_S.
@@ -64,16 +64,18 @@ def measure_latency(
     tick("start order")
     order = {
         "persistent": start_order(world, world.num_wgs, NUM_WARPS, 1),
-        "oversubscribed": start_order(world, budget.oversubscribed_wgs, OVERSUBSCRIBED_WARPS, UNEVEN),
+        "oversubscribed": start_order(
+            world, budget.oversubscribed_wgs, OVERSUBSCRIBED_WARPS, UNEVEN
+        ),
     }
     return {
-        "flag_latency_us": None if flag_us is None else round(flag_us, 3),
-        "launch_us": round(call_us, 2),
+        "flag_latency_us": None if flag_us is None else figures(flag_us),
+        "launch_us": figures(call_us),
         "latency": {
-            "local_flag_us": round(local_us, 3),
-            "empty_kernel_us": round(kernel_us, 2),
-            "host_launch_us": round(host_us, 2),
-            "launch_and_wait_us": round(round_trip_us, 2),
+            "local_flag_us": figures(local_us),
+            "empty_kernel_us": figures(kernel_us),
+            "host_launch_us": figures(host_us),
+            "launch_and_wait_us": figures(round_trip_us),
         },
         "start_order": order,
     }
@@ -119,7 +121,7 @@ def _local_flags_us(workspace: Workspace, budget: Budget) -> float:
 
 
 def _call_us(workspace: Workspace, timer: Timer, budget: Budget) -> float:
-    """An empty call of all workgroups: arrival tickets, start words to and from every peer, last to leave."""
+    """An empty call of all workgroups: arrival tickets, start words of all ranks, last to leave."""
     world = workspace.world
     args = (workspace.context(), CALL_HASH)
     key = ("agree", workspace.context_key)
@@ -132,9 +134,7 @@ def _call_us(workspace: Workspace, timer: Timer, budget: Budget) -> float:
 
 
 def _launch_empty(world: World, word: torch.Tensor) -> None:
-    world.launch(
-        empty_kernel, world.num_wgs, (word,), "empty", num_warps=NUM_WARPS, num_stages=1
-    )
+    world.launch(empty_kernel, world.num_wgs, (word,), "empty", num_warps=NUM_WARPS, num_stages=1)
 
 
 def _host_us(world: World, word: torch.Tensor) -> tuple[float, float]:
@@ -158,7 +158,8 @@ def start_order(world: World, wgs: int, num_warps: int, spread: int) -> dict[str
     """How the workgroups of one launch of this rank started.
 
     Returns:
-        "tickets" and "start_ns" by program id: place in the order of arrival, and device time since the first.
+        "tickets" and "start_ns" by program id: place in the order of arrival, and device time since
+        the first.
     """
     head = world.local("tickets drawn", 32, torch.int32)
     tickets = world.local("tickets", wgs, torch.int32)
@@ -167,7 +168,12 @@ def start_order(world: World, wgs: int, num_warps: int, spread: int) -> dict[str
     for _ in range(2):  # the first one loads the module
         head.zero_()
         world.launch(
-            start_order_kernel, wgs, args, ("start order", spread, num_warps), num_warps=num_warps, num_stages=1
+            start_order_kernel,
+            wgs,
+            args,
+            ("start order", spread, num_warps),
+            num_warps=num_warps,
+            num_stages=1,
         )
         world.synchronize()
     begun = times.cpu()

@@ -14,19 +14,18 @@ import torch
 
 from kosmos_core.measure.budget import Budget
 from kosmos_core.measure.gemm import GemmBench
-from kosmos_core.measure.timing import slowest
+from kosmos_core.measure.timing import figures, new_event, slowest
 from kosmos_core.worlds.base import World
 
 SAMPLE_S = 0.02
 # The driver averages power: what it says in the first part of a load still holds the time before.
 SETTLED = 0.5
-BATCH = 16
 
 Reading = tuple[float, float]  # watts, MHz
 
 
 def open_meter(device: torch.device) -> tuple[Callable[[], Reading] | None, str]:
-    """A function that reads (watts, MHz of the SMs) of a GPU and its name; or None and why there is none."""
+    """A function that reads (watts, SM clock in MHz) and its name; or None and why not."""
     faults = []
     for name, opener in (("nvml", _nvml), ("torch", _torch), ("nvidia-smi", _smi)):
         try:
@@ -70,7 +69,9 @@ def _smi(device: torch.device) -> Callable[[], Reading]:
     )  # fmt: skip
 
     def read() -> Reading:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
         watts, mhz = text.split(",")
         return float(watts), float(mhz)
 
@@ -152,32 +153,31 @@ def measure_power(world: World, budget: Budget, tick: Callable[[str], None]) -> 
         tick(f"power: {wgs} WGs")
         world.barrier()
         with Sampler(read) as load:
-            calls, seconds = _load(bench, wgs, budget.power_seconds)
+            batches, seconds = _load(bench, wgs, budget.power_seconds)
         watts, mhz = load.settled()
-        (longest,) = slowest(world, [seconds / calls])
+        (longest,) = slowest(world, [seconds / batches])
         key = str(wgs)
-        curves["watts"][key], curves["mhz"][key] = round(watts, 1), round(mhz)
+        curves["watts"][key], curves["mhz"][key] = figures(watts), figures(mhz)
         rate = bench.tflops(longest * 1e3, bench.whole_rounds_m(wgs))
-        curves["tflops"][key] = round(rate, 2)
+        curves["tflops"][key] = figures(rate)
     return {"power": {"source": source, "seconds_each": budget.power_seconds, **curves}}
 
 
 def _load(bench: GemmBench, wgs: int, seconds: float) -> tuple[int, float]:
-    """Multiplies for so many seconds. Returns calls and the seconds they took."""
+    """Multiplies for so many seconds. Returns batches and the seconds they took."""
     m = bench.whole_rounds_m(wgs)
-    calls = 0
-    before: Any = None
+    batches = 0
+    before: torch.cuda.Event | None = None
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        for _ in range(BATCH):
-            bench.reset()
-            bench.multiply(wgs, m)
-        calls += BATCH
+        bench.reset()
+        bench.batch(wgs, m)
+        batches += 1
         # Two batches are queued at most, and the GPU never waits for the host.
-        event = torch.cuda.Event()
+        event = new_event()
         event.record()
         if before is not None:
             before.synchronize()
         before = event
     bench.world.synchronize()
-    return calls, time.perf_counter() - begin
+    return batches, time.perf_counter() - begin

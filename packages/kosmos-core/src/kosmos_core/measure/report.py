@@ -23,7 +23,8 @@ def copy_label(curve: Mapping[str, Any]) -> str:
 def print_report(data: Mapping[str, Any], console: Console) -> None:
     """Prints the curves and the single figures."""
     console.print(
-        f"[bold]{data['machine']}[/] x {data['world_size']}, {data['num_wgs']} workgroups, {data['date']}"
+        f"[bold]{data['machine']}[/] x {data['world_size']}, "
+        f"{data['num_wgs']} workgroups, {data['date']}"
     )
     _print_copies(data, console)
     _print_gemm(data, console)

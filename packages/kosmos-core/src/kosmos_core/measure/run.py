@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import kosmos_core
-from kosmos_core.doctor import gpu_driver
+from kosmos_core.doctor.probes import gpu_driver
 from kosmos_core.errors import WorldError
 from kosmos_core.measure import copies, gemm, latency, power
 from kosmos_core.measure.budget import Budget
@@ -30,8 +30,8 @@ from kosmos_core.worlds import World, group_world
 SCHEMA = 1
 # A rank that is gone ends the others within this time.
 GROUP_TIMEOUT = timedelta(minutes=3)
-# NVLink multicast stays off, in torch's symmetric memory and in NCCL: a fault in it can take the GPUs of a whole
-# node out of service.
+# NVLink multicast stays off, in torch's symmetric memory and in NCCL: a fault in it can take the
+# GPUs of a whole node out of service.
 MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -71,9 +71,8 @@ def measuring_world() -> Iterator[World]:
     if "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group("nccl", device_id=device, timeout=GROUP_TIMEOUT)
     else:
-        dist.init_process_group(
-            "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device
-        )
+        alone: Any = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=alone, rank=0, world_size=1, device_id=device)
     with group_world(reserve_sms=0) as world:
         yield world
     # Only after success: with a rank gone it would wait for that rank.
@@ -90,7 +89,8 @@ def versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         found["driver"] = gpu_driver()
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        parts = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(str(part) for part in parts)
     return found
 
 
@@ -161,9 +161,7 @@ def measure(
         for stage in todo:
             done = bar.tasks[0].completed
             stage_begin = time.perf_counter()
-            data.update(
-                stage.run(lambda label: bar.update(task, advance=1, description=label))
-            )
+            data.update(stage.run(lambda label: bar.update(task, advance=1, description=label)))
             bar.update(task, completed=done + stage.points)
             seconds[stage.name] = round(time.perf_counter() - stage_begin, 1)
     data["seconds"] = {**seconds, "total": round(time.perf_counter() - begin, 1)}
@@ -183,7 +181,7 @@ def _baseline(data: Mapping[str, Any]) -> dict[str, Any]:
 def measure_here(
     budget: Budget, machine: str | None, json_path: Path | None, png_path: Path | None
 ) -> dict[str, Any]:
-    """What the command line does: measures on the ranks at hand; rank 0 reports and writes the files.
+    """Measures on the ranks at hand; rank 0 prints the report and writes the files.
 
     Raises:
         WorldError: there is no GPU to measure.
@@ -198,14 +196,17 @@ def measure_here(
         name = machine or torch.cuda.get_device_name(world.device)
         data = measure(world, EventTimer(world), budget, name, console if leads else None)
         if leads:
-            print_report(data, Console())
+            out = Console()
+            if not out.is_terminal:
+                out = Console(width=140)
+            print_report(data, out)
             if json_path is not None:
                 json_path.write_text(to_json(data))
             if png_path is not None:
                 draw(data, png_path)
             written = " and ".join(str(p) for p in (json_path, png_path) if p is not None)
             took = time.perf_counter() - begin
-            Console().print(
+            out.print(
                 f"{took:.0f} s with set-up" + (f"; written: {written}" if written else ""),
                 soft_wrap=True,
             )
@@ -213,16 +214,15 @@ def measure_here(
 
 
 def to_json(data: Mapping[str, Any]) -> str:
-    """JSON with a line a key, and lists of numbers on one line, so that files can be compared by eye."""
+    """JSON with a line a key, and lists of numbers on one line, so that files compare by eye."""
     lines = [f"  {json.dumps(key)}: {_value(value, 2)}" for key, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _value(value: Any, indent: int) -> str:
     flat = json.dumps(value)
-    if not isinstance(value, (dict, list)) or len(flat) <= 100:
-        return flat
-    if isinstance(value, list) and not any(isinstance(v, (dict, list)) for v in value):
+    inside = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)) or not any(isinstance(v, (dict, list)) for v in inside):
         return flat
     pad = " " * (indent + 2)
     if isinstance(value, dict):

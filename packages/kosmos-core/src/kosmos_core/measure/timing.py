@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from kosmos_core.errors import KosmosError
 from kosmos_core.worlds.base import World
 
 # Device cycles for which the GPU is kept busy while the host queues a timed call, about 0.15 ms.
 HOLD_CYCLES = 300_000
 
 
-class MeasurementError(RuntimeError):
+class MeasurementError(KosmosError):
     """What was to be measured gave wrong results; nothing is written."""
 
 
@@ -71,16 +72,16 @@ class EventTimer(Timer):
         warmup: int,
         repeats: int,
     ) -> list[float]:
+        """As `Timer.times`."""
         self._world.barrier()
         pairs = []
         for i in range(warmup + repeats):
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            begin, end = new_event(), new_event()
             if before is not None:
                 before()
-            # The collective is the ranks' common start; the wait before it hides what the host takes to queue
-            # it, the call and the events.
-            torch.cuda._sleep(HOLD_CYCLES)
+            # The collective is the ranks' common start; the wait before it hides what the host
+            # takes to queue it, the call and the events.
+            torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]
             if self._world.size > 1:
                 self._world.all_gather_tensor(self._token)
             begin.record()
@@ -91,6 +92,16 @@ class EventTimer(Timer):
         self._world.synchronize()
         own = [begin.elapsed_time(end) for begin, end in pairs]
         return slowest(self._world, own)
+
+
+def new_event() -> torch.cuda.Event:
+    """An event that notes the time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def figures(value: float) -> float:
+    """A rate or a time to five figures, which is more than its noise."""
+    return float(f"{value:.5g}")
 
 
 def slowest(world: World, times: list[float]) -> list[float]:

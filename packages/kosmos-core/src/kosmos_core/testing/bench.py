@@ -163,7 +163,10 @@ def time_rounds(
 def host_microseconds(
     fn: Callable[[], object], world: World, *, calls: int = 200, repeats: int = 3
 ) -> float:
-    """Host microseconds of a warm call: median of `repeats` means of `calls` calls without waits."""
+    """Host microseconds of a warm call: the median of `repeats` means over `calls` calls.
+
+    Nothing is waited for between the calls, so they must fit into the device's launch queue.
+    """
     means = []
     for _ in range(repeats):
         for _ in range(20):

@@ -68,11 +68,14 @@ class World(abc.ABC):
     @property
     @abc.abstractmethod
     def num_wgs(self) -> int:
-        """Workgroups that are certain to be resident at once on this rank, reserved SMs taken off."""
+        """Workgroups sure to be resident at once on this rank, reserved SMs taken off."""
 
     @abc.abstractmethod
     def symmetric(self, name: str, num_elements: int, dtype: torch.dtype) -> SymmetricBuffer:
-        """Allocates uninitialised symmetric memory. Collective: same order and sizes on every rank."""
+        """Allocates uninitialised symmetric memory.
+
+        Collective: same order and sizes on every rank.
+        """
 
     @abc.abstractmethod
     def local(self, name: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +102,8 @@ class World(abc.ABC):
             kernel: a `@triton.jit` function.
             num_wgs: workgroups of the grid.
             args: positional arguments; structs are NamedTuples.
-            key: everything that the compiled code depends on besides the kernel; equal keys share it.
+            key: everything that the compiled code depends on besides the kernel; equal keys share
+                it.
             num_warps: warps of a workgroup.
             num_stages: depth of the software pipeline.
         """
@@ -110,18 +114,24 @@ class World(abc.ABC):
 
     @abc.abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. For set-up, never on a hot path."""
+        """Every rank's value, in rank order.
+
+        For set-up, never on a hot path.
+        """
 
     @abc.abstractmethod
     def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, ...] of every rank, stacked in rank order: the plain collective of the reference path."""
+        """[rows, ...] of every rank, stacked in rank order: the reference path's collective."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Waits until everything this rank launched has ended."""
 
     def order_after(self, stream: Any) -> None:
-        """Makes the current stream wait for all that `stream` holds; nothing to do where launches block."""
+        """Makes the current stream wait for all that `stream` holds.
+
+        There is nothing to do where launches block.
+        """
         return
 
     def current_stream(self) -> Any:
@@ -135,11 +145,12 @@ class World(abc.ABC):
     def spmd(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(rank, *args)` for every virtual rank and returns their results in rank order."""
         raise WorldError(
-            f"spmd: {type(self).__name__} has real ranks; start one process a rank (torchrun) instead"
+            f"spmd: {type(self).__name__} has real ranks; "
+            "start one process a rank (torchrun) instead"
         )
 
     def close(self) -> None:
-        """Releases what the world holds. Idempotent."""
+        """Releases what the world holds; idempotent."""
         return
 
     def __enter__(self) -> World:

@@ -12,14 +12,13 @@ from kosmos_core.worlds.base import World
 from kosmos_core.worlds.reference import ReferenceWorld
 
 
-def group_world(
-    group: dist.ProcessGroup | None = None, *, reserve_sms: int | None = None
-) -> World:
+def group_world(group: dist.ProcessGroup | None = None, *, reserve_sms: int | None = None) -> World:
     """The ranks of a torch.distributed group: fused where they have GPUs, else the reference path.
 
     Args:
         group: process group, the default group when None.
-        reserve_sms: SMs left to other kernels; None takes what NCCL may hold when other groups exist.
+        reserve_sms: SMs left to other kernels; None takes what NCCL may hold when other groups
+            exist.
     """
     if not torch.cuda.is_available():
         return ReferenceWorld(group, "no GPU is visible")

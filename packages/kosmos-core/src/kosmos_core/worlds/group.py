@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from kosmos_core.errors import WorldError
 from kosmos_core.launch import LAUNCHER
 from kosmos_core.worlds.base import SymmetricBuffer, World
 
-# What NCCL may hold when other groups communicate at the same time: its own upper limit of CTAs a collective.
+# What NCCL may hold when other groups communicate at the same time: its own upper limit of CTAs
+# for one collective.
 NCCL_MAX_CTAS = 32
 
 
@@ -37,7 +38,8 @@ class GroupWorld(World):
                 "group: torch.distributed is not initialised; call init_process_group first "
                 "(start with torchrun)"
             )
-        self._group = group if group is not None else dist.group.WORLD
+        # Typed as optional, but the default group exists once torch.distributed is initialised.
+        self._group = group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
         super().__init__(dist.get_world_size(self._group))
         self._rank = dist.get_rank(self._group)
         if self._rank < 0:
@@ -81,6 +83,8 @@ class GroupWorld(World):
             return SymmetricBuffer(name, t, (t.data_ptr(),))
         import torch.distributed._symmetric_memory as symm_mem
 
+        # Nothing here uses NVLink multicast, which a rendezvous would otherwise set up.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         t = symm_mem.empty(num_elements, dtype=dtype, device=self._device)
         handle = symm_mem.rendezvous(t, self._group)
         return SymmetricBuffer(name, t, tuple(int(p) for p in handle.buffer_ptrs), handle)
@@ -128,8 +132,11 @@ class GroupWorld(World):
         return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def order_after(self, stream: Any) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(stream, device=self._device))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        outer = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            stream, device=self._device
+        )
+        event.record(outer)
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def is_capturing(self) -> bool:

@@ -1,4 +1,7 @@
-"""Any torch.distributed group, gloo included: no fused kernels, every call takes the reference path."""
+"""Any torch.distributed group, gloo included.
+
+No fused kernels: every call takes the reference path.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ class ReferenceWorld(World):
     """Plain collectives of a group; also size 1 without torch.distributed.
 
     Args:
-        group: process group, the default group when None; ignored while torch.distributed is not initialised.
+        group: process group, the default group when None; ignored while torch.distributed is not
+            initialised.
         reason: why fused kernels do not run here.
     """
 
@@ -79,7 +83,9 @@ class ReferenceWorld(World):
     def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
             return x
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts)
 

@@ -1,6 +1,6 @@
 """Virtual ranks on the CPU: every workgroup of every rank live at once in the concurrent executor.
 
-Host code runs in one OS thread a rank; a launch blocks its rank's thread while the other ranks go on.
+Host code runs in one OS thread a rank; a launch blocks its rank's thread while the others go on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ VENDORS = {"nvidia": int(NVIDIA.value), "amd": int(AMD.value)}
 
 
 class VirtualCpuWorld(World):
-    """`size` virtual ranks in the executor. Only one can be open at a time in a process.
+    """`size` virtual ranks in the executor.
+
+    Only one can be open at a time in a process.
 
     Args:
         size: number of ranks.
         vendor: whose code path runs, "nvidia" or "amd".
         wgs: workgroups of a rank.
-        **options: of `kosmos_core.executor.Executor` (policy, weak, stale, race, strict, slots, seed, ...).
+        **options: of `kosmos_core.executor.Executor` (policy, weak, stale, race, strict, slots,
+            seed, ...).
 
     Raises:
         WorldError: unknown vendor or fewer than 2 workgroups.

@@ -1,8 +1,8 @@
-"""Several ranks on one GPU: a thread and a stream each, a share of the SMs each. For protocol tests at TP8.
+"""Several ranks on one GPU, a thread, a stream and a share of the SMs each: for protocol tests.
 
-Loading a module while another rank's kernel spins on the same GPU blocks until that kernel gives up. All ranks
-make the same calls, so the first of them to reach a call loads it before any rank runs it; ranks that make
-different calls on purpose must `prepare()` them beforehand.
+Loading a module while another rank's kernel spins on the same GPU blocks until that kernel gives
+up. All ranks make the same calls, so the first of them to reach a call loads it before any rank
+runs it; ranks that make different calls on purpose must `prepare()` them beforehand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class VirtualGpuWorld(World):
         self._gate = threading.Barrier(size)
         self._lock = threading.Lock()
         self._slots: list[Any] = [None] * size
-        self._streams = [torch.cuda.Stream(self._device) for _ in range(size)]
+        self._streams = [
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            for _ in range(size)
+        ]
 
     @property
     def rank(self) -> int:
@@ -135,8 +138,11 @@ class VirtualGpuWorld(World):
         return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def order_after(self, stream: Any) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(stream, device=self._device))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        outer = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            stream, device=self._device
+        )
+        event.record(outer)
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def describe(self) -> str:

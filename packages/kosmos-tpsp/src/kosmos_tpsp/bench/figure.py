@@ -96,15 +96,21 @@ def _speedups(axis: Axes, rows: Sequence[Row], report: Report) -> None:
     ordered, places = _arranged(rows)
     heights = [row.speedups["nccl_cublas"] or 0.0 for row in ordered]
     edges = ["#c0392b" if row.loses else "none" for row in ordered]
-    hatches = ["" if row.accepted else "///" for row in ordered]
+    hatches = ["" if row.accepted else "//" for row in ordered]
     axis.bar(
         places, heights, width=0.86, color=_colours(ordered), edgecolor=edges, hatch=hatches, lw=1.4
     )
     for place, row, height in zip(places, ordered, heights, strict=True):
+        # At the foot of the bar, where no rival's marker stands.
         axis.annotate(
-            f"{height:.2f}", (place, height), (0, 2), textcoords="offset points", ha="center",
-            fontsize=6.5, color="#c0392b" if row.loses else "#222222",
+            f"{height:.2f}", (place, 0), (0, 4), textcoords="offset points", ha="center",
+            fontsize=7, color="#c0392b" if row.loses else "#111111",
+            bbox={"boxstyle": "round,pad=0.15", "fc": "#ffffff", "ec": "none", "alpha": 0.85},
         )  # fmt: skip
+    if any(hatches):
+        axis.bar([0], [0], color="#ffffff", edgecolor="#444444", hatch="//", label="declined")
+    if any(row.loses for row in ordered):
+        axis.bar([0], [0], color="#ffffff", edgecolor="#c0392b", label="slower than baseline")
     for rival, (marker, colour, label) in RIVAL_STYLES.items():
         _rival(axis, places, ordered, rival, marker, colour, label)
     axis.axhline(1, color="#222222", lw=0.9)
@@ -115,7 +121,7 @@ def _speedups(axis: Axes, rows: Sequence[Row], report: Report) -> None:
     axis.set_ylim(0, 1.16 * max([*heights, 1.0]))
     axis.tick_params(labelbottom=False)
     _tidy(axis)
-    axis.legend(fontsize=7, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    axis.legend(fontsize=7, frameon=False, ncols=6, loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def _rival(
@@ -163,6 +169,7 @@ def _efficiency(axis: Axes, rows: Sequence[Row], report: Report) -> None:
     axis.set_ylabel("% of ideal")
     axis.set_ylim(bottom=min(60, axis.get_ylim()[0]), top=max(106, axis.get_ylim()[1]))
     axis.set_xticks(places, [_tick(row) for row in ordered], fontsize=6.5)
+    axis.margins(x=0.02)
     for family in families:
         at = [place for place, row in zip(places, ordered, strict=True) if _family(row) == family]
         axis.annotate(
@@ -175,7 +182,7 @@ def _efficiency(axis: Axes, rows: Sequence[Row], report: Report) -> None:
 
 def _tick(row: Row) -> str:
     name = row.case.name
-    return name.rsplit("-MBS", 1)[1] if "-MBS" in name else ""
+    return "MBS " + name.rsplit("-MBS", 1)[1] if "-MBS" in name else ""
 
 
 def _orders(axis: Axes, ratios: Sequence[dict[str, Any]]) -> None:

@@ -6,7 +6,6 @@ import itertools
 import statistics
 
 import torch
-import triton.language as tl
 from kosmos_core.device.layout import MAX_RANKS
 from kosmos_core.kernels.measure import Routes, copy_kernel
 from kosmos_core.testing.bench import Timer
@@ -17,7 +16,9 @@ from kosmos_heuristics import Machine
 CHUNK_ELEMENTS = 1 << 27
 # Movers past which no measured machine gets faster; the curve falls a little beyond its peak.
 CREWS = (16, 32, 48, 64, 96, 128)
-UNIT_STEPS = 8
+# What a mover claims at once, and how many steps it reads ahead: as plans have it.
+UNIT_ELEMENTS = 1 << 17
+COPY_DEPTH = 2
 _HEADS = 256
 
 
@@ -79,7 +80,7 @@ def _best(
     on_device = world.local("peak table", table.numel(), torch.int64)
     on_device.copy_(table.flatten())
     block = machine.transport_named(transport).copy_bytes // 2
-    unit = min(block * UNIT_STEPS, chunk_elements)
+    unit = min(UNIT_ELEMENTS, chunk_elements)
     units = chunk_elements // unit * len(sources)
     # A queue head for every call, zeroed ahead: zeroing one is no part of the transport.
     heads = world.local("peak heads", 4 * _HEADS, torch.int32)
@@ -91,8 +92,7 @@ def _best(
 
         def call(crew: int = crew, places: itertools.cycle[int] = places) -> None:
             head = heads[4 * next(places) :]
-            sizes = (tl.constexpr(unit), tl.constexpr(block), tl.constexpr(1))
-            args = (Routes(on_device), head, len(sources), units, *sizes)
+            args = (Routes(on_device), head, len(sources), units, unit, block, COPY_DEPTH)
             key = ("transport peak", unit, block)
             world.launch(copy_kernel, crew, args, key, num_warps=8, num_stages=1)
 

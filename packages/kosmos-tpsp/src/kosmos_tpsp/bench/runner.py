@@ -24,12 +24,14 @@ class Settings:
         warmup: calls before the clock starts, in every round.
         calls: timed calls of a round.
         seed: of data and order.
+        host_calls: calls over which host time is averaged; 0 leaves it out.
     """
 
     rounds: int = 3
     warmup: int = WARMUP_CALLS
     calls: int = TIMED_CALLS
     seed: int = 0
+    host_calls: int = 200
 
 
 Advance = Callable[[str], None]

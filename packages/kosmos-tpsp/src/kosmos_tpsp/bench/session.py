@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,6 +29,8 @@ from kosmos_tpsp.bench.results import Report, Row
 from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
 from kosmos_tpsp.bench.variants import Rig
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.custom import ag_gemm_op
+from kosmos_tpsp.ops.registry import call_handle
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # A stuck kernel should end a benchmark soon, not after the production bound.
@@ -47,10 +49,9 @@ def process_group() -> Iterator[None]:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Not after an exception: this rank's peers may be anywhere, and nobody would end the wait.
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -65,9 +66,11 @@ def group_rig(cases: Sequence[Case], choices: AgGemmOptions) -> Iterator[Rig]:
     timer = EventTimer(world)
     workspace = TpSpWorkspace(world, tokens, features, timeout_s=TIMEOUT_S)
     solo = TpSpWorkspace(solo_world, tokens, features, timeout_s=TIMEOUT_S)
-    with workspace, solo:
-        peaks = transport_peaks(world, workspace.machine, timer)
-        yield Rig(world, workspace, timer, choices, solo, peaks)
+    peaks = transport_peaks(world, workspace.machine, timer)
+    yield Rig(world, workspace, timer, choices, solo, peaks)
+    # Not after an exception: destroy() is collective, and the peers may not come.
+    workspace.destroy()
+    solo.destroy()
 
 
 def run(
@@ -104,10 +107,11 @@ def run(
             else:
                 row = measure_orders(rig, case, varied, advance=advance)
             rows.append(row)
-            bar.console.print(summary(row), markup=False)
+            if rig.world.rank == 0:
+                bar.console.print(summary(row), markup=False)
             bar.advance(task)
-        show("host cost of a call", case)
-        host_us = host_cost(rig)
+        bar.update(task, description="host cost of a call")
+        host_us = host_cost(rig, settings.host_calls) if settings.host_calls else {}
     return Report(
         tuple(rows[: len(cases)]),
         tuple(rows[len(cases) :]),
@@ -118,16 +122,24 @@ def run(
     )
 
 
-def host_cost(rig: Rig) -> dict[str, float]:
+def host_cost(rig: Rig, calls: int) -> dict[str, float]:
     """Host microseconds of a warm call under no_grad on the slowest rank, by entry point."""
     m, n, k = HOST_SHAPE
     device = rig.world.device
     x = torch.randn(m // rig.world.size, k, device=device).bfloat16()
     w = torch.randn(n, k, device=device).bfloat16()
-    options = replace(rig.choices, layout="tn", force=True)
+    options = replace(rig.choices, layout="tn", keep_gathered=False, force=True)
+    handle = call_handle(rig.workspace, options)
+    entries: dict[str, Callable[[], object]] = {
+        "ag_gemm": lambda: ag_gemm(x, w, rig.workspace, options=options),
+        "kosmos::ag_gemm": lambda: ag_gemm_op(x, w, handle),
+    }
+    costs = {}
     with torch.no_grad():
-        mine = host_microseconds(lambda: ag_gemm(x, w, rig.workspace, options=options), rig.world)
-    return {"ag_gemm": max(rig.world.all_gather_object(mine))}
+        for name, entry in entries.items():
+            mine = host_microseconds(entry, rig.world, calls=calls)
+            costs[name] = max(rig.world.all_gather_object(mine))
+    return costs
 
 
 def _progress(world: World) -> Progress:

@@ -128,21 +128,21 @@ class Lineup:
             if other.plan == prepared.plan:
                 self.unavailable[name] = f"its plan is that of {other.name}"
                 return
-        call = _fused_call(data, rig.workspace, options)
+        call = fused_call(data, rig.workspace, options)
         self.variants[name] = Variant(name, call, prepared.plan)
 
 
 def line_up(rig: Rig, case: Case, data: Data, *, sweep: bool) -> Lineup:
     """The variants of a table row."""
     gemm = Variant(GEMM_VENDOR, _vendor_gemm(case, data))
-    lineup = Lineup({BASELINE: _baseline(rig, case, data), GEMM_VENDOR: gemm}, {}, None)
+    lineup = Lineup({BASELINE: baseline(rig, case, data), GEMM_VENDOR: gemm}, {}, None)
     lineup.fused(rig, case, data, FUSED)
     lineup.decline = _verdict(rig, data)
     lineup.fused(rig, case, data, SERIAL, policy="serial")
     if rig.solo is not None:
         options = AgGemmOptions(layout=case.layout, keep_gathered=False, force=True)
         own = replace(data, x=data.gathered)
-        lineup.variants[GEMM_OWN] = Variant(GEMM_OWN, _fused_call(own, rig.solo, options))
+        lineup.variants[GEMM_OWN] = Variant(GEMM_OWN, fused_call(own, rig.solo, options))
     async_tp = _async_tp(rig, case, data)
     if isinstance(async_tp, str):
         lineup.unavailable[ASYNC_TP] = async_tp
@@ -158,7 +158,7 @@ def line_up(rig: Rig, case: Case, data: Data, *, sweep: bool) -> Lineup:
 
 def line_up_orders(rig: Rig, case: Case, data: Data) -> Lineup:
     """The variants of the queue-order ablation."""
-    lineup = Lineup({BASELINE: _baseline(rig, case, data)}, {}, None)
+    lineup = Lineup({BASELINE: baseline(rig, case, data)}, {}, None)
     for order in ORDERS:
         lineup.fused(rig, case, data, f"{ORDER_PREFIX}{order}", order=order)
     lineup.decline = _verdict(rig, data)
@@ -173,7 +173,9 @@ def _verdict(rig: Rig, data: Data) -> str | None:
     return None if declined is None else declined.reason
 
 
-def _fused_call(data: Data, workspace: TpSpWorkspace, options: AgGemmOptions) -> Call:
+def fused_call(data: Data, workspace: TpSpWorkspace, options: AgGemmOptions) -> Call:
+    """The op with these choices, into `data.out`."""
+
     def call() -> tuple[torch.Tensor, ...]:
         result = ag_gemm(data.x, data.w, workspace, out=data.out, options=options)
         return result if isinstance(result, tuple) else (result,)
@@ -190,7 +192,8 @@ def _vendor_gemm(case: Case, data: Data) -> Call:
     return lambda: (torch.mm(data.gathered, weights, out=data.out),)
 
 
-def _baseline(rig: Rig, case: Case, data: Data) -> Variant:
+def baseline(rig: Rig, case: Case, data: Data) -> Variant:
+    """The unfused path: collective, then the vendor's GEMM, on one stream."""
     world, weights = rig.world, _weights(case, data)
 
     def call() -> tuple[torch.Tensor, ...]:

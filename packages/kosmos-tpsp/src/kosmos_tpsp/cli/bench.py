@@ -124,7 +124,11 @@ def _check_outputs(*paths: Path | None) -> None:
 
 def _command() -> str:
     """The command line, without this machine's folders."""
-    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
+    arguments = []
+    for argument in sys.argv[1:]:
+        option, equals, value = argument.rpartition("=")
+        name = Path(value).name if os.path.isabs(value) else value
+        arguments.append(option + equals + name)
     ranks = os.environ.get("WORLD_SIZE")
     start = ["python"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
     return shlex.join([*start, "-m", "kosmos_tpsp", *arguments])

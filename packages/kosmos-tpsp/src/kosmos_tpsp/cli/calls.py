@@ -56,7 +56,6 @@ class Verdict:
         path: "fused" or "reference".
         transport: what the plan chose.
         launches: kernels launched.
-        remote_bytes: gathered rows moved by this rank's kernels, measured; None where it cannot be.
         rel_err: ||out - reference|| / ||reference||, reference in FP64.
         repeated: whether an earlier call on the same operands gave the same bits; None: no such.
         problem: what is wrong, "" if nothing is.
@@ -67,7 +66,6 @@ class Verdict:
     path: str
     transport: str
     launches: int
-    remote_bytes: int | None
     rel_err: float
     repeated: bool | None
     problem: str
@@ -83,8 +81,8 @@ class Operands:
     """
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
+        self.size = size
         self._seed = seed
-        self._size = size
         self._device = device
 
     def _draw(self, shape: tuple[int, int], *name: object) -> torch.Tensor:
@@ -95,7 +93,7 @@ class Operands:
 
     def x(self, call: Call, rank: int) -> torch.Tensor:
         """[m / size, k] bf16, rows of `rank`."""
-        return self._draw((call.m // self._size, call.k), "x", call.data, rank)
+        return self._draw((call.m // self.size, call.k), "x", call.data, rank)
 
     def w(self, call: Call, rank: int) -> torch.Tensor:
         """[n, k] (layout "tn") or [k, n] ("nn") bf16."""
@@ -105,7 +103,7 @@ class Operands:
 
     def gathered(self, call: Call) -> torch.Tensor:
         """[m, k] bf16."""
-        return torch.cat([self.x(call, rank) for rank in range(self._size)])
+        return torch.cat([self.x(call, rank) for rank in range(self.size)])
 
     def product(self, call: Call, rank: int) -> torch.Tensor:
         """[m, n] float64, what `rank` must compute."""

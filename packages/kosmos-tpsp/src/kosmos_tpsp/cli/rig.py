@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -10,10 +11,11 @@ import torch
 from kosmos_core.errors import KosmosError
 from kosmos_core.executor import Executor, ExecutorError, Mutation
 from kosmos_core.worlds import World, cpu_world
+from kosmos_heuristics import Machine
 
 from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, Prepared, ag_gemm, describe_call
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # Calls that are issued before the host waits for any of them, where launches do not block.
@@ -27,22 +29,33 @@ T = TypeVar("T")
 class Meter:
     """Counts, by rank, the launches of a world and, on the executor, bytes moved between ranks.
 
+    Attributes:
+        launches: by each rank.
+        measures: whether bytes are counted.
+
     Args:
         world: its `launch` is replaced, for as long as the world lives.
     """
 
     def __init__(self, world: World) -> None:
         self.launches = [0] * world.size
-        self.remote_bytes: list[int] | None = None
+        self.measures = False
+        self._bytes = [0] * world.size
         self._world = world
         self._launch = world.launch
         world.launch = self._count_launch  # type: ignore[method-assign]
         executor = getattr(world, "executor", None)
         if isinstance(executor, Executor):
-            self.remote_bytes = [0] * world.size
-            model = executor.model
-            model.read = self._counted(model.read, self.remote_bytes)  # type: ignore[method-assign]
-            model.write = self._counted(model.write, self.remote_bytes)  # type: ignore[method-assign]
+            self.measures = True
+            # Where accesses are made, not where they are carried out: what runs then belongs to the
+            # kernel, so that reports name its lines.
+            memory = executor.memory
+            for maker in ("block", "_list"):
+                setattr(memory, maker, self._counted(getattr(memory, maker), executor.scheduler))
+
+    def moved(self, rank: int) -> int:
+        """Bytes that this rank's kernels have moved from or to other ranks."""
+        return self._bytes[rank]
 
     def _count_launch(
         self,
@@ -57,12 +70,15 @@ class Meter:
         self.launches[self._world.rank] += 1
         self._launch(kernel, num_wgs, args, key, num_warps=num_warps, num_stages=num_stages)
 
-    @staticmethod
-    def _counted(access: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
-        def count(wg: Any, place: Any, *rest: Any) -> Any:
-            if wg.rank != place.region.rank and place.region.name in TRANSPORT_REGIONS:
-                counts[wg.rank] += place.nbytes
-            return access(wg, place, *rest)
+    def _counted(self, make: Callable[..., Any], scheduler: Any) -> Callable[..., Any]:
+        counts = self._bytes
+
+        def count(*arguments: Any) -> Any:
+            access = make(*arguments)
+            region, wg = access.region, scheduler.current
+            if region.name in TRANSPORT_REGIONS and wg.rank != region.rank:
+                counts[wg.rank] += access.nbytes
+            return access
 
         return count
 
@@ -78,6 +94,7 @@ class Rig:
         first_epoch: epoch of the first call.
         timeout_s: bound of every wait.
         machine: machine model for the plans; None takes the world's.
+        queued: on the executor, launches wait in a stream's queue and do not block the host.
         delay: called with (rank, index of the call) before each call.
         ledger: first outputs, shared by rigs whose outputs must be equal.
         progress: index of the call each rank has come to.
@@ -88,7 +105,8 @@ class Rig:
     caps: Sequence[int | None] | None = None
     first_epoch: int = 1
     timeout_s: float = 120.0
-    machine: Any = None
+    machine: Machine | None = None
+    queued: bool = False
     delay: Callable[[int, int], None] | None = None
     ledger: Ledger = field(default_factory=Ledger)
     progress: dict[int, int] = field(default_factory=dict)
@@ -123,9 +141,9 @@ class Rig:
         operands = Operands(self.seed, world.size, world.device)
         verdicts: list[Verdict] = []
         workspace = self.workspace(world)
-        with workspace:
-            for first in range(0, len(self.calls), ROUND):
-                verdicts += self._round(rank, workspace, operands, meter, first)
+        for first in range(0, len(self.calls), ROUND):
+            verdicts += self._round(rank, workspace, operands, meter, first)
+        workspace.destroy()
         return verdicts
 
     def _round(
@@ -137,59 +155,49 @@ class Rig:
         outs = [
             torch.full((c.m, c.n), float("nan"), dtype=torch.bfloat16, device=device) for c in calls
         ]
-        made = []
+        results, launches = [], []
+        moved = meter.moved(rank)
         for i, (call, (x, w), out) in enumerate(zip(calls, given, outs, strict=True)):
             self.progress[rank] = first + i
-            options = self.options(call, rank)
             if self.delay is not None:
                 self.delay(rank, first + i)
-            before = meter.launches[rank], self._moved(meter, rank)
-            result = ag_gemm(x, w, workspace, out=out, options=options)
-            launches = meter.launches[rank] - before[0]
-            made.append((result, launches, self._moved(meter, rank) - before[1]))
+            before = meter.launches[rank]
+            results.append(ag_gemm(x, w, workspace, out=out, options=self.options(call, rank)))
+            launches.append(meter.launches[rank] - before)
         workspace.synchronize()
-        return [
-            self._judge(rank, workspace, operands, meter, call, x, w, *results)
-            for call, (x, w), results in zip(calls, given, made, strict=True)
-        ]
-
-    @staticmethod
-    def _moved(meter: Meter, rank: int) -> int:
-        return 0 if meter.remote_bytes is None else meter.remote_bytes[rank]
+        verdicts = []
+        for call, (x, w), result, count in zip(calls, given, results, launches, strict=True):
+            prepared = describe_call(x, w, workspace, self.options(call, rank))
+            verdicts.append(self._judge(rank, operands, call, prepared, result, count))
+        moved = meter.moved(rank) - moved
+        wanted = sum(v.call.remote_bytes(operands.size) for v in verdicts if v.path == "fused")
+        if meter.measures and moved != wanted:
+            problem = f"{moved} bytes moved between ranks instead of {wanted}"
+            verdicts[-1] = replace(verdicts[-1], problem=verdicts[-1].problem or problem)
+        return verdicts
 
     def _judge(
         self,
         rank: int,
-        workspace: TpSpWorkspace,
         operands: Operands,
-        meter: Meter,
         call: Call,
-        x: torch.Tensor,
-        w: torch.Tensor,
+        prepared: Prepared,
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         launches: int,
-        moved: int,
     ) -> Verdict:
         out, gathered = result if isinstance(result, tuple) else (result, None)
-        plan = describe_call(x, w, workspace, self.options(call, rank))
         error, problem = compare(out, operands.product(call, rank))
         if not problem and gathered is not None:
             problem = "" if same_bits(gathered, operands.gathered(call)) else "gathered rows differ"
-        fused = plan.decline is None
-        wanted = 0 if call.m == 0 else len(plan.configs)
+        fused = prepared.decline is None
+        wanted = 0 if call.m == 0 else len(prepared.configs)
         if not problem and fused and launches != wanted:
             problem = f"{launches} launches instead of {wanted}"
-        bytes_wanted = call.remote_bytes(workspace.world.size)
-        measured = None if meter.remote_bytes is None or not fused else moved
-        if not problem and measured not in (None, bytes_wanted):
-            problem = f"{measured} bytes moved between ranks instead of {bytes_wanted}"
         repeated = self.ledger.repeats((call, rank), out)
         if not problem and repeated is False:
             problem = "other bits than the same call before"
-        return Verdict(
-            call, rank, "fused" if fused else "reference", plan.plan.transport, launches, measured,
-            error, repeated, problem,
-        )  # fmt: skip
+        path, transport = "fused" if fused else "reference", prepared.plan.transport
+        return Verdict(call, rank, path, transport, launches, error, repeated, problem)
 
 
 @dataclass
@@ -201,6 +209,7 @@ class Run:
         failure: what ended the run early, or None.
         schedule_hash: identifies the schedule and all decisions about visibility; "" on devices.
         shape: of the call in which the rank that was furthest behind stood at the end.
+        remarks: what else is wrong.
         replay: command that repeats the run, "" where there is none.
     """
 
@@ -208,12 +217,14 @@ class Run:
     failure: Exception | None = None
     schedule_hash: str = ""
     shape: tuple[int, int, int] | None = None
+    remarks: list[str] = field(default_factory=list)
     replay: str = ""
 
     @property
     def problems(self) -> list[str]:
         """What is wrong, a line each."""
         found = [f"rank {v.rank}, {v.call}: {v.problem}" for v in self.verdicts if v.problem]
+        found += self.remarks
         return found if self.failure is None else [str(self.failure), *found]
 
 
@@ -244,12 +255,14 @@ def run_on_cpu(
     failure: Exception | None = None
     with cpu_world(ranks, wgs=wgs, vendor=vendor, mutations=mutations, **settings) as world:
         meter = Meter(world)
+        executor: Executor = world.executor  # type: ignore[attr-defined]
         try:
-            for found in world.spmd(rig.host, world, meter):
-                verdicts += found
+            with executor.stream(0) if rig.queued else contextlib.nullcontext():
+                for found in world.spmd(rig.host, world, meter):
+                    verdicts += found
         except (ExecutorError, KosmosError) as error:
             failure = error
-        schedule_hash = world.executor.schedule_hash  # type: ignore[attr-defined]
+        schedule_hash = executor.schedule_hash
     return Run(verdicts, failure, schedule_hash, rig.shape_in_progress())
 
 

@@ -1,4 +1,18 @@
-"""The builders of an all-gathered GEMM: output tiles in queue order, split along the contraction where asked."""
+"""The builders of an all-gathered GEMM.
+
+Output tiles in queue order, split along the contraction where asked.
+
+=============== =================== ==================== ====== ============= ======================
+word            writer              reader               scope  order         guards
+=============== =================== ==================== ====== ============= ======================
+pair ticket     both workgroups of  the second of them   gpu    barrier +     the first's partial
+                a pair, +1                                      acq_rel;      sum
+                (`elect_last`)                                  acquire
+=============== =================== ==================== ====== ============= ======================
+
+A split tile has one ticket a pair, SPLIT_K - 1 in all; they follow the arrival words in the set of
+counters.
+"""
 
 import triton
 import triton.language as tl
@@ -7,7 +21,7 @@ from kosmos_core.device.flags import flag_read
 from kosmos_core.device.gemm import NN, gemm_tile, store_accumulator
 from kosmos_core.device.layout import COUNTERS, MAX_RANKS, SPLIT_QUEUE, TILE_QUEUE
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.target import matrix_view, store_tile
+from kosmos_core.device.target import fence_async_proxy, matrix_view, store_tile
 from kosmos_core.device.tiles import claim_tiles, gathered_tile, num_gathered_tiles
 from kosmos_core.device.trace import BUILD, trace_begin, trace_end
 
@@ -16,37 +30,52 @@ from kosmos_tpsp.device.gather import await_rows
 
 
 @triton.jit
-def reduce_splits(ops, ctx, call, standing, acc, ticket, part, CONFIG):
-    """Combines the SPLIT_K partial tiles of one output tile in fixed order.
+def combine_pair(
+    base_ptr, own, other, ticket_ptr, acc, ok, offsets, SIZE: tl.constexpr, TARGET: tl.constexpr
+):
+    """Two partial sums become one.
 
-    Returns (sum, True) to the workgroup that completes the tile, and (its own partial, False) to the others.
-    With two parts the second to come adds the other's to its own: a + b is b + a, so nothing depends on order.
-    A part of an aborted call is NaN, and so is the tile.
+    Returns (sum, True) to the second workgroup to come, (acc, False) to the first. Nothing depends
+    on who is second, since a + b is b + a. A second that finds the first's partial need not store
+    its own. A workgroup that knows of an abort leaves NaN, so that the other's sum is NaN too.
+    """
+    if ok == 0:
+        tl.store(base_ptr + own * SIZE + offsets, tl.full(offsets.shape, float("nan"), tl.float32))
+        complete = elect_last(ticket_ptr, 2, TARGET)
+    else:
+        complete = flag_read(ticket_ptr, "gpu") == 1
+        if not complete:
+            tl.store(base_ptr + own * SIZE + offsets, acc)
+            complete = elect_last(ticket_ptr, 2, TARGET)
+        if complete:
+            acc += tl.load(base_ptr + other * SIZE + offsets)
+    return acc, complete
+
+
+@triton.jit
+def reduce_splits(ops, ctx, call, standing, acc, split_tile, part, CONFIG):
+    """Combines the SPLIT_K partial tiles of one output tile, pair by pair, in fixed order.
+
+    SPLIT_K is a power of two. Returns (sum, True) to the workgroup that completes the tile, and
+    (anything, False) to the others. A part of an aborted call is NaN, and so is the tile.
     """
     rows = tl.arange(0, CONFIG.BLOCK_M)
     cols = tl.arange(0, CONFIG.BLOCK_N)
     offsets = rows[:, None] * CONFIG.BLOCK_N + cols[None, :]
     SIZE: tl.constexpr = CONFIG.BLOCK_M * CONFIG.BLOCK_N
-    base_ptr = ops.partial_ptr + ticket.to(tl.int64) * (CONFIG.SPLIT_K * SIZE)
-    ticket_ptr = call.set_ptr + COUNTERS + MAX_RANKS * ctx.MAX_ROWS + ticket
-    if standing.ok == 0:
-        nan = tl.full((CONFIG.BLOCK_M, CONFIG.BLOCK_N), float("nan"), tl.float32)
-        tl.store(base_ptr + part * SIZE + offsets, nan)
-        complete = elect_last(ticket_ptr, CONFIG.SPLIT_K, ctx.TARGET)
-    elif CONFIG.SPLIT_K == 2:
-        complete = flag_read(ticket_ptr, "gpu") == 1
-        if not complete:
-            tl.store(base_ptr + part * SIZE + offsets, acc)
-            complete = elect_last(ticket_ptr, 2, ctx.TARGET)
-        if complete:
-            acc += tl.load(base_ptr + (1 - part) * SIZE + offsets)
-    else:
-        tl.store(base_ptr + part * SIZE + offsets, acc)
-        complete = elect_last(ticket_ptr, CONFIG.SPLIT_K, ctx.TARGET)
-        if complete:
-            acc = tl.load(base_ptr + offsets)
-            for i in tl.range(1, CONFIG.SPLIT_K, num_stages=1):
-                acc += tl.load(base_ptr + i * SIZE + offsets)
+    base_ptr = ops.partial_ptr + split_tile.to(tl.int64) * (CONFIG.SPLIT_K * SIZE)
+    tickets_ptr = call.set_ptr + COUNTERS + MAX_RANKS * ctx.MAX_ROWS + split_tile * CONFIG.SPLIT_K
+    complete = part >= 0
+    for level in tl.static_range(0, 3):
+        if (1 << level) < CONFIG.SPLIT_K:
+            if complete:
+                own = part >> level << level
+                place = CONFIG.SPLIT_K - (CONFIG.SPLIT_K >> level) + (part >> (level + 1))
+                acc, complete = combine_pair(
+                    base_ptr, own, own ^ (1 << level), tickets_ptr + place, acc, standing.ok,
+                    offsets, SIZE, ctx.TARGET,
+                )  # fmt: skip
+    fence_async_proxy(ctx.TARGET)
     return acc, complete
 
 
@@ -54,19 +83,20 @@ def reduce_splits(ops, ctx, call, standing, acc, ticket, part, CONFIG):
 def locate(index, grid, rank, WORLD: tl.constexpr, CONFIG):
     """Tile `index` of the queue."""
     return gathered_tile(
-        index, grid, rank, CONFIG.ORDER, WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M, CONFIG.GROUP_M,
-        CONFIG.GROUP_ROWS,
+        index, grid, rank, CONFIG.ORDER, WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M,
+        CONFIG.GROUP_M, CONFIG.GROUP_ROWS,
     )  # fmt: skip
 
 
 @triton.jit
 def await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG):
-    """Waits for a tile's rows unless they are this rank's own or those of `ready`, the last tile row waited for.
+    """Waits for a tile's rows unless they are this rank's own or those of `ready`.
 
-    Returns (standing, ready). Neighbours in the queue share a tile row: it is waited for once.
+    Returns (standing, ready), where ready is the last tile row waited for: neighbours in the queue
+    share a tile row, which is waited for once.
     """
     arrival = tile.src_rank * ctx.MAX_ROWS + tile.tile_row
-    if CONFIG.PHASE != BUILD_ONLY:
+    if CONFIG.PHASE != BUILD_ONLY and ctx.WORLD > 1:
         if (tile.src_rank != call.rank) & (arrival != ready):
             standing = await_rows(
                 ops, ctx, call, standing, grid, k, tile.src_rank, tile.tile_row, CONFIG
@@ -76,7 +106,9 @@ def await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG):
 
 
 @triton.jit
-def multiply(own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr):
+def multiply(
+    own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr
+):
     """The fp32 tile over part of the contraction; nothing is read once the call is aborted."""
     if standing.ok == 0:
         k_end = k_begin
@@ -87,9 +119,9 @@ def multiply(own, gathered, weights, call, standing, tile, k_begin, k_end, CONFI
         a_view = own
         chunk = tile.src_rank * 0
     return gemm_tile(
-        a_view, weights, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, k_begin,
-        k_end, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K, CONFIG.STAGES,
-        CONFIG.EVEN_K, CONFIG.EVEN_N, TARGET,
+        a_view, weights, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N,
+        k_begin, k_end, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K,
+        CONFIG.STAGES, CONFIG.EVEN_K, CONFIG.EVEN_N, TARGET,
     )  # fmt: skip
 
 
@@ -98,10 +130,19 @@ def store_output(out, standing, tile, acc, CONFIG, TARGET: tl.constexpr):
     """Rounds a complete tile once and stores it; a tile of an aborted call is NaN."""
     row = tile.row_block * CONFIG.BLOCK_M
     col = tile.column * CONFIG.BLOCK_N
-    # A branch around the store and not a select on the sum, which would serialise the tensor-core instructions.
+    # A branch around the store and not a select on the sum, which would serialise the tensor-core
+    # instructions.
     if standing.ok != 0:
         store_accumulator(
-            out, tile.src_rank, row, col, acc, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET
+            out,
+            tile.src_rank,
+            row,
+            col,
+            acc,
+            CONFIG.BLOCK_M,
+            CONFIG.BLOCK_N,
+            CONFIG.STORE_SPLITS,
+            TARGET,
         )
     else:
         WIDTH: tl.constexpr = CONFIG.BLOCK_N // CONFIG.STORE_SPLITS
@@ -114,8 +155,9 @@ def store_output(out, standing, tile, acc, CONFIG, TARGET: tl.constexpr):
 def build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG):
     """A builder: tiles in queue order until none is left.
 
-    The last `split_tiles` tiles are split SPLIT_K ways along the contraction and stand in a queue of their own:
-    few-tile shapes keep all workgroups busy that way, and what follows the last arrival is shorter.
+    The last `split_tiles` tiles are split SPLIT_K ways along the contraction and stand in a queue
+    of their own: few-tile shapes keep all workgroups busy that way, and what follows the last
+    arrival is shorter.
     """
     T: tl.constexpr = ctx.TARGET
     own = matrix_view(ops.x_ptr, 1, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
@@ -158,17 +200,21 @@ def build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG):
         span = tl.cdiv(tl.cdiv(k, CONFIG.BLOCK_K), CONFIG.SPLIT_K) * CONFIG.BLOCK_K
         unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
         while unit < (tiles - whole) * CONFIG.SPLIT_K:
-            ticket = unit // CONFIG.SPLIT_K
+            split_tile = unit // CONFIG.SPLIT_K
             part = unit % CONFIG.SPLIT_K
-            tile = locate(whole + ticket, grid, call.rank, ctx.WORLD, CONFIG)
+            tile = locate(whole + split_tile, grid, call.rank, ctx.WORLD, CONFIG)
             if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
                 standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
                 begin = trace_begin(ctx)
                 k_end = tl.minimum((part + 1) * span, k)
-                acc = multiply(own, gathered, weights, call, standing, tile, part * span, k_end, CONFIG, T)
-                acc, complete = reduce_splits(ops, ctx, call, standing, acc, ticket, part, CONFIG)
+                acc = multiply(
+                    own, gathered, weights, call, standing, tile, part * span, k_end, CONFIG, T
+                )
+                acc, complete = reduce_splits(
+                    ops, ctx, call, standing, acc, split_tile, part, CONFIG
+                )
                 if complete:
                     store_output(out, standing, tile, acc, CONFIG, T)
-                trace_end(ctx, BUILD, whole + ticket, begin)
+                trace_end(ctx, BUILD, whole + split_tile, begin)
             unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
     return standing

@@ -13,7 +13,10 @@ BUILD_ONLY = tl.constexpr(2)
 
 
 class AgGemmConfig(NamedTuple):
-    """Constants of one compiled variant; every field is a constexpr (meanings: kosmos_heuristics.AgGemmPlan)."""
+    """Constants of one compiled variant; every field is a constexpr.
+
+    What they mean: `kosmos_heuristics.AgGemmPlan`.
+    """
 
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
@@ -47,7 +50,8 @@ class Operands(NamedTuple):
         x_ptr: own chunk [chunk_rows, k] bf16.
         w_ptr: weights [n, k] (TN) or [k, n] (NN) bf16.
         out_ptr: output [m, n] bf16.
-        gathered_ptr: gathered input [m, k] bf16 that builders read; the own chunk is there only if it is kept.
+        gathered_ptr: gathered input [m, k] bf16 that builders read; the own chunk is there only if
+            it is kept.
         keep_ptr: kept gather output [m, k] bf16; the same as gathered_ptr unless pushed.
         partial_ptr: split-K partials [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32.
     """

@@ -1,7 +1,15 @@
-"""The movers of an all-gather: pull from the peers' shards, or push into the peers' gather regions.
+"""The movers of an all-gather: pull from the peers' shards, or push into their gather regions.
 
-A unit is (tile row, slice, peer), peer fastest, so that few movers keep all links busy. Units are claimed in
-gather order: tile row by tile row.
+A unit is (tile row, slice, peer), peer fastest, so that few movers keep all links busy. Units are
+claimed in gather order: tile row by tile row.
+
+=============== =================== ==================== ====== ============= ======================
+word            writer              reader               scope  order         guards
+=============== =================== ==================== ====== ============= ======================
+copy done       whoever copied a    the last of them     gpu    barrier +     own shard, before the
+                slice in, +1                                    acq_rel       start word
+                (`elect_last`)
+=============== =================== ==================== ====== ============= ======================
 """
 
 import triton
@@ -52,7 +60,10 @@ def slice_rows(grid, tile_row, part, CONFIG):
 
 @triton.jit
 def copy_in(ops, ctx, call, standing, grid, k, CONFIG):
-    """Pull: own chunk into this parity's shard; whoever completes the last slice publishes the start."""
+    """Pull: copies the own chunk into this parity's shard.
+
+    Whoever completes the last slice publishes the start.
+    """
     shard_ptr = peer_ptr(ctx, SHARD + call.parity, call.rank, tl.bfloat16)
     units = grid.tile_rows * CONFIG.SLICES
     unit = queue_claim(call.set_ptr + COPY_QUEUE)
@@ -60,7 +71,13 @@ def copy_in(ops, ctx, call, standing, grid, k, CONFIG):
         begin = trace_begin(ctx)
         first, rows = slice_rows(grid, unit // CONFIG.SLICES, unit % CONFIG.SLICES, CONFIG)
         offset = first.to(tl.int64) * k
-        copy_run(ops.x_ptr + offset, shard_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+        copy_run(
+            ops.x_ptr + offset,
+            shard_ptr + offset,
+            rows * k,
+            CONFIG.COPY_ELEMENTS,
+            CONFIG.COPY_DEPTH,
+        )
         if elect_last(call.set_ptr + COPY_DONE, units, ctx.TARGET):
             start_publish(ctx, call)
         trace_end(ctx, COPY_IN, unit, begin)
@@ -92,7 +109,7 @@ def unit_target(ctx, call, tile_row, step, CONFIG):
 
 @triton.jit
 def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
-    """Copies one unit: own rows into the peer's gather region, or the peer's rows into the gathered input."""
+    """Copies a unit: own rows to the peer's gather region, or its rows to the gathered input."""
     standing = start_hold(ctx, call, standing, peer, PHASE_GATHER)
     first, rows = slice_rows(grid, tile_row, part, CONFIG)
     offset = first.to(tl.int64) * k
@@ -113,8 +130,9 @@ def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
 
 @triton.jit
 def move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, CLAIM_NEXT: tl.constexpr):
-    """Transports a unit and counts it in. Returns (standing, next unit).
+    """Transports a unit and counts it in.
 
+    Returns (standing, next unit).
     CLAIM_NEXT: claims the next unit while the stores of this one drain; else returns this one.
     """
     begin = trace_begin(ctx)
@@ -143,12 +161,16 @@ def move(ops, ctx, call, standing, grid, k, CONFIG):
     unit = queue_claim(call.set_ptr + UNIT_QUEUE)
     while unit < units:
         standing, unit = move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, True)
+    fence_async_proxy(ctx.TARGET)
     return standing
 
 
 @triton.jit
 def await_rows(ops, ctx, call, standing, grid, k, src_rank, tile_row, CONFIG):
-    """Waits until a tile row has arrived. Two-way: while it is missing and units are left, moves units instead."""
+    """Waits until a tile row has arrived.
+
+    With two-way roles, moves units while it is missing and units are left.
+    """
     begin = trace_begin(ctx)
     word_ptr = arrival_word(ctx, call, src_rank, tile_row, CONFIG)
     SCOPE: tl.constexpr = "sys" if CONFIG.TRANSPORT == PUSH else "gpu"
@@ -171,7 +193,7 @@ def await_rows(ops, ctx, call, standing, grid, k, src_rank, tile_row, CONFIG):
 
 @triton.jit
 def await_all(ops, ctx, call, standing, grid, k, CONFIG):
-    """Waits for every tile row of every peer: what a launch that only gathers must do before it ends."""
+    """Waits for every tile row of every peer, as a launch that only gathers must before it ends."""
     PEERS: tl.constexpr = ctx.WORLD - 1 if ctx.WORLD > 1 else 1
     units = grid.tile_rows * (ctx.WORLD - 1)
     unit = queue_claim(call.set_ptr + KEEP_QUEUE)
@@ -184,9 +206,10 @@ def await_all(ops, ctx, call, standing, grid, k, CONFIG):
 
 @triton.jit
 def keep_rows(ops, ctx, call, standing, grid, k, CONFIG):
-    """Completes a kept gather output once all tiles are claimed: own chunk, and with push the arrived ones.
+    """Completes a kept gather output once all tiles are claimed.
 
-    The arrivals have been counted by then or are being counted by movers that wait for nothing but starts.
+    That is the own chunk, and with push the arrived ones. The arrivals have been counted by then or
+    are being counted by movers that wait for nothing but starts.
     """
     sources = 1
     if CONFIG.TRANSPORT == PUSH:
@@ -205,7 +228,9 @@ def keep_rows(ops, ctx, call, standing, grid, k, CONFIG):
             standing = await_rows(ops, ctx, call, standing, grid, k, peer, tile_row, CONFIG)
             from_ptr = ops.gathered_ptr + offset
         if standing.ok != 0:
-            copy_run(from_ptr, ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+            copy_run(
+                from_ptr, ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH
+            )
         else:
             fill_nan(ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS)
         trace_end(ctx, KEEP, tile_row, begin)

@@ -1,4 +1,6 @@
-"""All-gather fused with GEMM: gather X [m, k] from every rank's chunk, multiply by this rank's weights.
+"""All-gather fused with GEMM.
+
+Gathers X [m, k] from every rank's chunk and multiplies it by this rank's weights.
 
 Source: paper, section 3.2.1. Protocol table: docs/protocols.md.
 """
@@ -20,8 +22,8 @@ def ag_gemm_kernel(ops, ctx, m, n, k, num_movers, split_tiles, call_hash, CONFIG
     """One launch of `ag_gemm`; a workgroup takes these steps in order.
 
     1. Enter: arrival ticket, epoch, abort word.
-    2. Pull: help to copy the own chunk into symmetric memory; whoever completes it publishes the start word.
-       Push: ticket 0 publishes it at once.
+    2. Pull: help to copy the own chunk into symmetric memory; whoever completes it publishes the
+       start word. Push: ticket 0 publishes it at once.
     3. Movers, the first to arrive, transport units in gather order.
     4. Builders, and movers once no unit is left, build tiles in queue order.
     5. Complete a kept gather output.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import triton.language as tl
 from kosmos_core.device import layout as words
 from kosmos_core.device import roles
 from kosmos_core.errors import ArgumentError
+from kosmos_core.launch import intern_key
 from kosmos_heuristics import AgGemmPlan, AgGemmProblem, HeuristicsError, can_fuse, plan_ag_gemm
 
 from kosmos_tpsp import reference
@@ -47,7 +48,7 @@ class AgGemmOptions:
         order: "local_first", "chunk_major" or "naive".
         transport: "pull" or "push".
         movers_per_peer: crew size for each peer.
-        split_k: parts of the contraction.
+        split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
         traced: record role spans into the workspace's trace buffer.
         force: run fused although the plan would decline for speed.
     """
@@ -74,6 +75,7 @@ class Prepared:
         decline: why the fused path is not taken, or None.
         call_hash: what every rank must agree on, 31 bits.
         configs: constants of each launch, one when fused, two when serial.
+        keys: launch key of each.
         label: the call as error messages show it.
     """
 
@@ -82,6 +84,7 @@ class Prepared:
     decline: str | None
     call_hash: int
     configs: tuple[AgGemmConfig, ...]
+    keys: tuple[int, ...]
     label: str
 
 
@@ -97,7 +100,8 @@ def ag_gemm(
     """Gathers every rank's rows and multiplies them by this rank's weights, in one launch.
 
     Args:
-        x: [chunk_rows, k] bfloat16, this rank's contiguous chunk of the m = chunk_rows * world size rows.
+        x: [chunk_rows, k] bfloat16, this rank's contiguous chunk of the m = chunk_rows * world
+            size rows.
         w: [n, k] bfloat16 (layout "tn": out = gathered @ w.T) or [k, n] ("nn": out = gathered @ w).
         workspace: of the group; every rank makes the same calls on it in the same order.
         out: [m, n] bfloat16 to write into; allocated when None.
@@ -127,6 +131,8 @@ def ag_gemm(
     keeps = call.problem.keeps_gathered
     if out is None:
         out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
+    else:
+        _accept_out(out, (m, n), x.device, workspace, call.label)
     if m == 0:
         return (out, x.new_empty((0, k))) if keeps else out
     if call.decline is not None:
@@ -136,9 +142,30 @@ def ag_gemm(
         return (out, gathered) if keeps else out
     x, w = validate.dense(x), validate.dense(w)
     kept = torch.empty((m, k), dtype=torch.bfloat16, device=x.device) if keeps else None
-    for config in call.configs:
-        _launch(x, w, out, kept, workspace, call, config, options.traced)
+    for config, key in zip(call.configs, call.keys, strict=True):
+        _launch(x, w, out, kept, workspace, call, config, key, options.traced)
     return (out, kept) if kept is not None else out
+
+
+def _accept_out(
+    out: torch.Tensor,
+    shape: tuple[int, int],
+    device: torch.device,
+    workspace: TpSpWorkspace,
+    label: str,
+) -> None:
+    if (
+        out.shape != shape
+        or out.dtype != torch.bfloat16
+        or out.device != device
+        or not out.is_contiguous()
+        or out.data_ptr() % 16
+    ):
+        workspace.fault(validate.SHAPE, label)
+        raise ArgumentError(
+            f"out: got {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}, "
+            f"wanted a contiguous, 16-byte aligned torch.bfloat16 {shape} on {device}"
+        )
 
 
 def prepare_ag_gemm(
@@ -147,7 +174,9 @@ def prepare_ag_gemm(
     """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
     device = workspace.world.device
     x = torch.zeros(chunk_rows, k, dtype=torch.bfloat16, device=device)
-    w = torch.zeros((n, k) if options.layout == "tn" else (k, n), dtype=torch.bfloat16, device=device)
+    w = torch.zeros(
+        (n, k) if options.layout == "tn" else (k, n), dtype=torch.bfloat16, device=device
+    )
     ag_gemm(x, w, workspace, options=options)
     workspace.synchronize()
     workspace.world.barrier()
@@ -189,36 +218,52 @@ def _plan(
     validate.check_choice("order", options.order, tuple(ORDERS))
     validate.check_choice("transport", options.transport, workspace.transports)
     validate.check_cap(options.cap)
+    if options.split_k not in (None, 1, 2, 4, 8):
+        raise validate.reject(
+            validate.ARGUMENT, f"split_k: got {options.split_k}, wanted 1, 2, 4 or 8"
+        )
     world = workspace.world
     chunk_rows, k = x.shape
     n, wanted = (w.shape[0], w.shape[1]) if options.layout == "tn" else (w.shape[1], w.shape[0])
     if wanted != k:
         raise validate.reject(
             validate.SHAPE,
-            f"w: got shape {tuple(w.shape)} for layout {options.layout!r}, wanted a contraction of {k} "
-            f"as in x {tuple(x.shape)}",
+            f"w: got shape {tuple(w.shape)} for layout {options.layout!r}, "
+            f"wanted a contraction of {k} as in x {tuple(x.shape)}",
         )
     if k == 0 or n == 0:
-        raise validate.reject(validate.SIZE, f"features: got k = {k} and n = {n}, wanted positive sizes")
+        raise validate.reject(
+            validate.SIZE, f"features: got k = {k} and n = {n}, wanted positive sizes"
+        )
     m = chunk_rows * world.size
     validate.check_room(workspace, m, k)
     try:
-        problem = AgGemmProblem(m, n, k, world.size, options.layout, keep_gathered=options.keep_gathered)
+        problem = AgGemmProblem(
+            m, n, k, world.size, options.layout, keep_gathered=options.keep_gathered
+        )
         plan = plan_ag_gemm(
-            problem, workspace.machine, cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
-            transport=_transport(problem, workspace, options), policy=options.policy, order=options.order,
-            movers_per_peer=options.movers_per_peer, split_k=options.split_k,
+            problem, workspace.machine,
+            cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
+            transport=_transport(problem, workspace, options), policy=options.policy,
+            order=options.order, movers_per_peer=options.movers_per_peer, split_k=options.split_k,
         )  # fmt: skip
     except HeuristicsError as error:
         raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
     decline = _decline(problem, plan, workspace, options)
-    agreed = ("ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows, options.policy == "serial",
-              decline is None)  # fmt: skip
+    agreed = (
+        "ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows,
+        options.policy == "serial", decline is None,
+    )  # fmt: skip
     call_hash = zlib.crc32(repr(agreed).encode()) & 0x7FFFFFFF
     label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
     if decline is not None and m > 0:
         LOG.warning("%s takes the reference path: %s", label, decline)
-    return Prepared(problem, plan, decline, call_hash, _configs(problem, plan, options), label)
+    configs = _configs(problem, plan, options)
+    keys = tuple(
+        intern_key((problem, plan, c.PHASE.value, options.traced, workspace.context_key))
+        for c in configs
+    )
+    return Prepared(problem, plan, decline, call_hash, configs, keys, label)
 
 
 def _transport(
@@ -280,10 +325,12 @@ def _launch(
     workspace: TpSpWorkspace,
     call: Prepared,
     config: AgGemmConfig,
+    key: int,
     traced: bool,
 ) -> None:
     plan, problem, world = call.plan, call.problem, workspace.world
-    workspace.begin(call.label)
+    call_hash = call.call_hash ^ (config.PHASE is codes.BUILD_ONLY)
+    workspace.begin(call.label, call_hash)
     gathered = workspace.buffer(int(words.GATHER.value)) if world.size > 1 else x
     if kept is not None and plan.transport == "pull":
         gathered = kept
@@ -291,17 +338,15 @@ def _launch(
         x, w, out, gathered, gathered if kept is None else kept,
         workspace.partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n),
     )  # fmt: skip
-    serial = config.PHASE is not codes.FUSED
     # A launch that only gathers has no use for builders.
     movers = plan.cap if config.PHASE is codes.GATHER_ONLY else plan.num_movers
     args = (
         ops, workspace.context(traced), problem.m, problem.n, problem.k, movers, plan.split_tiles,
-        call.call_hash ^ (1 if serial and config.PHASE is codes.BUILD_ONLY else 0), config,
+        call_hash, config,
     )  # fmt: skip
-    key = (problem, call.call_hash, plan, config.PHASE.value, traced, workspace.context_key)
     world.launch(
         ag_gemm_kernel, plan.cap, args, key, num_warps=plan.num_warps, num_stages=plan.num_stages
     )
 
 
-__all__ = ["AgGemmOptions", "Prepared", "ag_gemm", "asdict", "describe_call", "prepare_ag_gemm"]
+__all__ = ["AgGemmOptions", "Prepared", "ag_gemm", "describe_call", "prepare_ag_gemm"]

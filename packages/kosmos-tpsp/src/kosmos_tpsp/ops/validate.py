@@ -1,4 +1,7 @@
-"""Checks that stand before every launch. Each names the argument, what it got, what it wanted and the remedy."""
+"""Checks that stand before every launch.
+
+Each names the argument, what it got, what it wanted and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def check_matrix(name: str, t: torch.Tensor, device: torch.device) -> None:
     if t.device != device:
         raise reject(DEVICE, f"{name}: got device {t.device}, wanted {device}; move it there")
     if t.dim() != 2:
-        raise reject(SHAPE, f"{name}: got shape {tuple(t.shape)}, wanted a matrix; flatten leading dimensions")
+        raise reject(
+            SHAPE,
+            f"{name}: got shape {tuple(t.shape)}, wanted a matrix; flatten leading dimensions",
+        )
 
 
 def check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
@@ -52,7 +58,8 @@ def check_room(workspace: TpSpWorkspace, m: int, k: int) -> None:
     if m > workspace.max_tokens or k > workspace.max_features:
         error = WorkspaceError(
             f"workspace: gathering [{m}, {k}] needs more than its [{workspace.max_tokens}, "
-            f"{workspace.max_features}]; create it with a larger max_tokens or max_features on every rank"
+            f"{workspace.max_features}]; create it with a larger max_tokens or max_features on "
+            "every rank"
         )
         raise Rejected(WORKSPACE, error)
 

@@ -1,0 +1,199 @@
+"""What every rank of the demonstration does, and what it brings back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from kosmos_core.device.trace import BUILD, EVENT_WORDS, MOVE
+from kosmos_core.executor import CostModel, Executor
+from kosmos_core.testing.bench import EventTimer, time_rounds
+from kosmos_core.trace import Span, decode, role_switches
+from kosmos_core.worlds import World, cpu_world
+from kosmos_heuristics import AgGemmPlan, Machine, load_machine
+
+from kosmos_tpsp import reference
+from kosmos_tpsp.bench import checking
+from kosmos_tpsp.bench import variants as v
+from kosmos_tpsp.bench.cases import Case
+from kosmos_tpsp.cli.demo_layer import Layer
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+# Workgroups of a virtual rank: some movers, more builders.
+WGS = 8
+TRACE_EVENTS = 512
+TIMEOUT_S = 60.0
+# The tiles are far smaller than a GPU's; rates are scaled down with them, so that a tile and a move
+# take as long beside a flag as they do there.
+COST = CostModel(local_gbps=50.0, remote_gbps=0.35, tflops=0.018)
+OPTIONS = AgGemmOptions(traced=True, force=True)
+BASELINE, FUSED = v.BASELINE, v.FUSED
+MOVED, BUILT = int(MOVE.value), int(BUILD.value)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's part of the demonstration.
+
+    Attributes:
+        rank: rank.
+        plan: of the fused call.
+        wrong: elements that differ from the unfused path beyond rounding.
+        rel_err: relative error against FP64.
+        rel_err_reference: the unfused path's.
+        spans: what its workgroups did, by its own clock.
+        lost_spans: spans that did not fit into the trace.
+        unit_bytes: bytes of a unit of transport.
+        times_ms: median times by variant, where they were measured.
+    """
+
+    rank: int
+    plan: AgGemmPlan
+    wrong: int
+    rel_err: float
+    rel_err_reference: float
+    spans: tuple[Span, ...]
+    lost_spans: int
+    unit_bytes: int
+    times_ms: dict[str, float]
+
+    @property
+    def right(self) -> bool:
+        """Whether the fused output is what it should be."""
+        return self.wrong == 0 and self.rel_err <= checking.FP64_LIMIT
+
+    def count(self, kind: str) -> int:
+        """Spans of a kind."""
+        return sum(s.kind == kind for s in self.spans)
+
+    def share(self, kind: str) -> float:
+        """Share of the workgroups' time that a kind of span takes."""
+        whole = sum(s.end_ns - s.begin_ns for s in self.spans if s.kind == "call")
+        return sum(s.end_ns - s.begin_ns for s in self.spans if s.kind == kind) / max(whole, 1)
+
+    @property
+    def switches(self) -> list[int]:
+        """Role switches of each workgroup."""
+        return list(role_switches(self.spans).values())
+
+
+class Progress:
+    """Counts, in the trace buffers, how many units have been moved and tiles built so far.
+
+    Args:
+        report: called with what is done and what there is to do.
+    """
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        self._kinds: list[torch.Tensor] = []
+        self._total = 0
+        self._report = report
+
+    def watch(self, workspace: TpSpWorkspace, expected: int) -> None:
+        """Also counts what is recorded in a workspace, `expected` units and tiles in the end."""
+        self._kinds.append(_trace_rows(workspace)[:, 1 :: int(EVENT_WORDS.value)])
+        self._total += expected
+
+    def __call__(self, executor: Executor) -> None:
+        """Reports what the trace buffers hold."""
+        done = sum(int(((kinds == MOVED) | (kinds == BUILT)).sum()) for kinds in self._kinds)
+        self._report(done, self._total)
+
+
+def _trace_rows(workspace: TpSpWorkspace) -> torch.Tensor:
+    return workspace.trace_buffer.view(-1, 1 + int(EVENT_WORDS.value) * TRACE_EVENTS)
+
+
+def executor_world(size: int, seed: int, progress: Progress) -> World:
+    """Virtual ranks on the CPU with all checks on, in simulated time."""
+    return cpu_world(
+        size, wgs=WGS, cost=COST, race="raise", strict=True, weak="late", seed=seed,
+        progress=progress, progress_every=200,
+    )  # fmt: skip
+
+
+def executor_machine() -> Machine:
+    """The executor's machine model with as many workgroups as the demonstration's ranks have."""
+    return replace(load_machine("executor"), num_wgs=WGS)
+
+
+def run_rank(
+    world: World,
+    layer: Layer,
+    text: bytes,
+    machine: Machine | None = None,
+    watch: Callable[[TpSpWorkspace, int], None] = lambda workspace, expected: None,
+) -> Outcome:
+    """Computes the layer fused and unfused and compares. Collective.
+
+    Args:
+        world: the ranks.
+        layer: what to compute.
+        text: one byte a token.
+        machine: for the plan; None takes the world's.
+        watch: told the workspace, and how many units and tiles to expect, before the fused call.
+    """
+    x = layer.chunk(text, world.rank, world.size, world.device)
+    w = layer.weights(world.rank, world.device)
+    workspace = TpSpWorkspace(
+        world,
+        layer.tokens,
+        layer.hidden,
+        machine=machine,
+        timeout_s=TIMEOUT_S,
+        trace_events=TRACE_EVENTS,
+    )
+    with workspace:
+        times: dict[str, float] = {}
+        if world.describe() == "group":
+            times = _times(world, workspace, layer, x, w)
+        if world.device.type == "cuda":
+            # The first call compiles, which is nothing to look at.
+            ag_gemm(x, w, workspace, options=OPTIONS)
+            workspace.synchronize()
+            workspace.trace_buffer.zero_()
+        plan = describe_call(x, w, workspace, OPTIONS).plan
+        watch(workspace, _expected(layer, world.size, plan))
+        out = x.new_full((layer.tokens, layer.local_width), float("nan"))
+        world.barrier()
+        ag_gemm(x, w, workspace, out=out, options=OPTIONS)
+        workspace.synchronize()
+        wanted, gathered = reference.ag_gemm(x, w, world)
+        spans = decode(workspace.trace_buffer, TRACE_EVENTS, world.rank)
+        lost = _trace_rows(workspace)[:, 0] - TRACE_EVENTS
+        return Outcome(
+            rank=world.rank,
+            plan=plan,
+            wrong=checking.compare(out, wanted).wrong,
+            rel_err=checking.fp64_error(out, gathered, w, "tn", samples=1024),
+            rel_err_reference=checking.fp64_error(wanted, gathered, w, "tn", samples=1024),
+            spans=tuple(spans),
+            lost_spans=int(lost.clamp(min=0).sum()),
+            unit_bytes=plan.tile_row_rows // plan.slices * layer.hidden * 2,
+            times_ms=times,
+        )
+
+
+def _expected(layer: Layer, world_size: int, plan: AgGemmPlan) -> int:
+    """Units that a rank moves and tiles that it builds."""
+    rows = layer.tokens // world_size
+    tiles = world_size * -(-rows // plan.block_m) * -(-layer.local_width // plan.block_n)
+    return tiles + (world_size - 1) * -(-rows // plan.tile_row_rows) * plan.slices
+
+
+def _times(
+    world: World, workspace: TpSpWorkspace, layer: Layer, x: torch.Tensor, w: torch.Tensor
+) -> dict[str, float]:
+    """Median milliseconds of the fused call and of the collective and GEMM in sequence."""
+    rig = v.Rig(world, workspace, EventTimer(world), replace(OPTIONS, traced=False))
+    case = Case(layer.label, layer.tokens, layer.local_width, layer.hidden)
+    gathered = x.new_empty(layer.tokens, layer.hidden)
+    data = v.Data(x, w, gathered, x.new_empty(layer.tokens, layer.local_width))
+    calls = {
+        BASELINE: v.baseline(rig, case, data).call,
+        FUSED: v.fused_call(data, workspace, rig.choices),
+    }
+    timings = time_rounds(calls, rig.timer, rounds=3)
+    return {name: timing.median_ms for name, timing in timings.items()}

@@ -1,0 +1,51 @@
+"""`explore`: as many distinct schedules as wanted, all checks on, spread over every dimension."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+OPS = ("ag_gemm",)
+
+
+@click.command()
+@click.option("--op", type=click.Choice(OPS), default=OPS[0], show_default=True)
+@click.option(
+    "--schedules",
+    type=click.IntRange(min=1),
+    default=10_000,
+    show_default=True,
+    help="Distinct schedules to run.",
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), help="Stop after so long.  [default: never]"
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the first scenario.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a summary."
+)
+def explore(
+    op: str, schedules: int, seconds: float | None, seed: int, jobs: int, json_file: Path | None
+) -> int:
+    """Run random calls of OP under random schedules on virtual ranks of the CPU executor.
+
+    Exit status: 0 nothing was found, 1 something was (each with a command that repeats it), 2 bad
+    arguments.
+    """
+    # Imported here: help and bad arguments need neither torch nor triton.
+    from kosmos_tpsp.cli.exploration import Exploration
+
+    exploration = Exploration(op, schedules, seconds, seed, jobs)
+    exploration.run()
+    click.echo(exploration.summary_line())
+    if json_file is not None:
+        exploration.write(json_file)
+    return 1 if exploration.failures else 0

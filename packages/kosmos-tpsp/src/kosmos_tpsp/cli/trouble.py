@@ -1,0 +1,212 @@
+"""A call that goes wrong on one rank: all must be told, leave at once, and revive by a reset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from kosmos_core.errors import (
+    ArgumentError,
+    KosmosError,
+    PeerError,
+    PeerFaultError,
+    PeerMismatchError,
+    PeerTimeoutError,
+)
+from kosmos_core.executor import Executor
+from kosmos_core.worlds import World
+
+from kosmos_tpsp.cli.calls import Call, Operands, compare, same_bits
+from kosmos_tpsp.cli.rig import Meter, Rig
+from kosmos_tpsp.ops.ag_gemm import ag_gemm, describe_call
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+# Bound of every wait where a rank is killed, in seconds of device time: the check waits for it.
+TIMEOUT_S = 0.5
+# What leaving may take beyond the bound: the executor's clock moves by whole seconds when all wait,
+# and workgroups that come late to a wait begin to count late.
+GRACE_S = 4.0
+
+# What goes wrong on the victim, and what the other ranks must be told.
+KINDS: dict[str, type[PeerError]] = {
+    "killed": PeerTimeoutError,
+    "other_call": PeerMismatchError,
+    "bad_argument": PeerFaultError,
+}
+
+
+@dataclass
+class Witness:
+    """What one rank saw.
+
+    Attributes:
+        rank: the rank.
+        problems: what was not as it must be.
+        error: largest error of the calls that must succeed.
+        launches: kernels that the first two calls launched.
+        transport: what the plan of the first call chose.
+        repeated: whether the calls after the reset gave the bits of those before the failure.
+        told: the message that the failed call raised here, "" if it made none.
+    """
+
+    rank: int
+    problems: list[str] = field(default_factory=list)
+    error: float = 0.0
+    launches: int = 0
+    transport: str = ""
+    repeated: bool = True
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One call that was waited for.
+
+    Attributes:
+        call: the call.
+        out: its output, whatever is in it.
+        error: what it raised.
+        seconds: how long it took, device time on the executor.
+    """
+
+    call: Call
+    out: torch.Tensor
+    error: KosmosError | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Two calls that succeed, one that goes wrong, one after it, a reset, and the two calls again.
+
+    Attributes:
+        calls: two calls; the first is the one that goes wrong.
+        victim: the rank on which it does.
+        kind: "killed" (the victim's host code fails before it), "other_call" (the victim makes
+            another call) or "bad_argument" (the victim's operand is refused).
+        seed: of the operands.
+    """
+
+    calls: Sequence[Call]
+    victim: int
+    kind: str = "killed"
+    seed: int = 0
+
+    def host(self, rank: int, world: World, meter: Meter) -> Witness:
+        """What one rank does and what it must see."""
+        seen = Witness(rank)
+        operands = Operands(self.seed, world.size, world.device)
+        timeout_s = TIMEOUT_S if self.kind == "killed" else 120.0
+        workspace = Rig(self.calls, timeout_s=timeout_s).workspace(world)
+
+        def make(call: Call, x: torch.Tensor | None = None) -> Outcome:
+            x = operands.x(call, rank) if x is None else x
+            return _make(call, x, operands.w(call, rank), workspace)
+
+        before = [make(call) for call in self.calls]
+        self._expect_right(seen, "before", before, operands)
+        seen.launches = meter.launches[rank]
+        # A rank that is still in an earlier call when another gives up loses that call too.
+        world.barrier()
+        if rank != self.victim:
+            self._expect_told(seen, make(self.calls[0]), operands)
+        else:
+            self._go_wrong(seen, make, operands)
+        world.barrier()
+        self._expect_refused(seen, make, meter)
+        workspace.reset()
+        after = [make(call) for call in self.calls]
+        self._expect_right(seen, "after reset", after, operands)
+        pairs = zip(before, after, strict=True)
+        seen.repeated = all(same_bits(a.out, b.out) for a, b in pairs)
+        if not seen.repeated:
+            seen.problems.append("after reset: other bits than before")
+        first = self.calls[0]
+        x, w = operands.x(first, rank), operands.w(first, rank)
+        seen.transport = describe_call(x, w, workspace, first.options).plan.transport
+        workspace.destroy()
+        return seen
+
+    def _go_wrong(self, seen: Witness, make: Callable[..., Outcome], operands: Operands) -> None:
+        """The victim's part."""
+        call = self.calls[0]
+        if self.kind == "other_call":
+            other = replace(call, k=call.k // 2)
+            self._expect_told(seen, make(other), operands)
+        elif self.kind == "bad_argument":
+            outcome = make(call, operands.x(call, seen.rank).float())
+            seen.told = str(outcome.error)
+            if not isinstance(outcome.error, ArgumentError):
+                seen.problems.append(f"wanted ArgumentError, got {outcome.error!r}")
+
+    def _expect_right(
+        self, seen: Witness, when: str, outcomes: list[Outcome], operands: Operands
+    ) -> None:
+        for outcome in outcomes:
+            if outcome.error is not None:
+                seen.problems.append(f"{when}: {outcome.error}")
+                continue
+            error, problem = compare(outcome.out, operands.product(outcome.call, seen.rank))
+            seen.error = max(seen.error, error)
+            if problem:
+                seen.problems.append(f"{when}: {problem}")
+
+    def _expect_told(self, seen: Witness, outcome: Outcome, operands: Operands) -> None:
+        """The failed call on a rank that made it: who is to blame, in time, and no wrong values."""
+        error = outcome.error
+        if not isinstance(error, KINDS[self.kind]):
+            seen.problems.append(f"wanted {KINDS[self.kind].__name__}, got {error!r}")
+            return
+        assert isinstance(error, PeerError)
+        seen.told = str(error)
+        blamed = {
+            "killed": (error.peer,),
+            "other_call": (error.peer, error.raised_by),
+            "bad_argument": (error.raised_by,),
+        }[self.kind]
+        if self.victim not in blamed:
+            seen.problems.append(f"the error does not name rank {self.victim}: {error}")
+        unnamed = "?" in (error.phase, error.flag) and self.kind != "bad_argument"
+        if "ag_gemm" not in error.op or unnamed:
+            seen.problems.append(f"the error does not name operation, phase and flag: {error}")
+        bound = (TIMEOUT_S if self.kind == "killed" else 0.0) + GRACE_S
+        if outcome.seconds > bound:
+            seen.problems.append(f"left after {outcome.seconds:.1f} s instead of {bound:.1f} s")
+        product = operands.product(outcome.call, seen.rank)
+        missing = outcome.out.isnan()
+        if not missing.any():
+            seen.problems.append("the failed call left no NaN in its output")
+        _, problem = compare(torch.where(missing, product.to(torch.bfloat16), outcome.out), product)
+        if problem:
+            seen.problems.append(f"the failed call left wrong values: {problem}")
+
+    def _expect_refused(self, seen: Witness, make: Callable[..., Outcome], meter: Meter) -> None:
+        """A later call: an error at once, and no launch where the host knows already."""
+        launches = meter.launches[seen.rank]
+        outcome = make(self.calls[1])
+        if not isinstance(outcome.error, PeerError):
+            seen.problems.append("a call after the failure raised nothing")
+        if outcome.seconds > TIMEOUT_S:
+            seen.problems.append(f"a call after the failure took {outcome.seconds:.1f} s")
+        if seen.rank != self.victim and meter.launches[seen.rank] != launches:
+            seen.problems.append("a call after the failure launched a kernel")
+
+
+def _make(call: Call, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace) -> Outcome:
+    """Makes a call and waits for it."""
+    out = torch.zeros((call.m, call.n), dtype=torch.bfloat16, device=workspace.world.device)
+    begin = _seconds(workspace.world)
+    failed: KosmosError | None = None
+    try:
+        ag_gemm(x, w, workspace, out=out, options=call.options)
+        workspace.synchronize()
+    except KosmosError as error:
+        failed = error
+    return Outcome(call, out, failed, _seconds(workspace.world) - begin)
+
+
+def _seconds(world: World) -> float:
+    executor = getattr(world, "executor", None)
+    return executor.clock.ns * 1e-9 if isinstance(executor, Executor) else time.monotonic()

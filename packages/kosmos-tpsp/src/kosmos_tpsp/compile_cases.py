@@ -1,0 +1,168 @@
+"""Every configuration that plans can choose, for the GPU-less compile guard.
+
+`python -m kosmos_core.testing.compile_guard kosmos_tpsp.compile_cases:compile_cases`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import triton.language as tl
+from kosmos_core.device.barrier import agree_kernel, fault_kernel
+from kosmos_core.device.layout import Context
+from kosmos_core.device.roles import FIXED, ONE_WAY, TWO_WAY
+from kosmos_core.device.target import AMD, NVIDIA
+from kosmos_core.testing.compile_guard import CompileCase, Expectations
+from kosmos_core.workspace import control_sizes
+from kosmos_heuristics import load_machine
+
+from kosmos_tpsp.device.config import (
+    BUILD_ONLY,
+    FUSED,
+    GATHER_ONLY,
+    PULL,
+    PUSH,
+    AgGemmConfig,
+    Operands,
+)
+from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
+
+# Machine model whose tiles and settings a target compiles with.
+TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
+CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
+
+
+def compile_cases() -> list[CompileCase]:
+    """Cases of all kernels of this package and of the kernels of kosmos-core that it launches."""
+    cases: list[CompileCase] = []
+    for target, machine in TARGETS.items():
+        cases += _ag_gemm_cases(target, machine)
+        cases += _small_cases(target)
+    return cases
+
+
+def _values(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v if isinstance(v, tl.constexpr) else tl.constexpr(v) for k, v in values.items()}
+
+
+def _context(target: str, world: int, trace: int = 0) -> Context:
+    stride, set_words, arrival_words = control_sizes(128)
+    vendor = AMD if target.startswith("gfx") else NVIDIA
+    constants = (world, set_words, arrival_words, stride, int(vendor.value), trace)
+    return Context("*i64", "*i32", "*i64", "*i64", *(tl.constexpr(c) for c in constants))
+
+
+def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
+    machine = load_machine(machine_name)
+    xcds = machine.num_xcds
+    for tile in machine.tiles:
+        base: dict[str, Any] = {
+            "TRANSPORT": PUSH,
+            "LAYOUT": 0,
+            "ORDER": 0,
+            "POLICY": ONE_WAY,
+            "PHASE": FUSED,
+            "KEEP_GATHERED": 0,
+            "SLICES": 4,
+            "COPY_ELEMENTS": machine.transport_named("push").copy_bytes // 2,
+            "COPY_DEPTH": 2,
+            "TILE_ROW_ROWS": machine.tile_row_rows,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "STAGES": tile.num_stages,
+            "GROUP_M": 8,
+            "GROUP_ROWS": 1,
+            "SPLIT_K": 1,
+            "CLAIM_RUN": 2,
+            "XCDS": xcds,
+            "XCD_RUN": 4,
+            "STORE_SPLITS": 1,
+            "EVEN_K": 1,
+            "EVEN_N": 1,
+        }
+        variants: list[tuple[dict[str, Any], int, int]] = [
+            ({"TRANSPORT": t, "LAYOUT": layout, "KEEP_GATHERED": keep, "SPLIT_K": split}, 2, 0)
+            for t, layout, keep, split in product((PULL, PUSH), (0, 1), (0, 1), (1, 2, 4))
+        ]
+        variants += [
+            ({"TRANSPORT": t, "POLICY": p}, 8, 0) for t in (PULL, PUSH) for p in (FIXED, TWO_WAY)
+        ]
+        variants += [
+            ({"TRANSPORT": t, "PHASE": p}, 2, 0)
+            for t in (PULL, PUSH)
+            for p in (GATHER_ONLY, BUILD_ONLY)
+        ]
+        variants += [
+            ({"ORDER": 1}, 8, 0),
+            ({"ORDER": 2}, 8, 0),
+            ({"EVEN_K": 0, "EVEN_N": 0}, 2, 0),
+            ({"EVEN_K": 0, "EVEN_N": 0, "LAYOUT": 1}, 2, 0),
+            ({"XCDS": 1, "CLAIM_RUN": 1, "GROUP_ROWS": 4}, 2, 0),
+            ({}, 1, 0),
+            ({"SPLIT_K": 2}, 1, 0),
+            ({}, 2, 1024),
+        ]
+        for changes, world, trace in variants:
+            yield _ag_gemm_case(target, {**base, **changes}, changes, tile, world, trace)
+
+
+def _ag_gemm_case(
+    target: str, config: dict[str, Any], changes: dict[str, Any], tile: Any, world: int, trace: int
+) -> CompileCase:
+    words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
+    name = f"ag_gemm {tile.block_m}x{tile.block_n} world={world} trace={trace} " + " ".join(words)
+    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if target.startswith("gfx"):
+        options["matrix_instr_nonkdim"] = 16
+    return CompileCase(
+        name=name.strip(),
+        kernel=ag_gemm_kernel,
+        signature={
+            "ops": Operands("*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32"),
+            "ctx": _context(target, world, trace),
+            **dict.fromkeys(("m", "n", "k", "num_movers", "split_tiles", "call_hash"), "i32"),
+            "CONFIG": AgGemmConfig(**_values(config)),
+        },
+        divisible_by_16=(
+            *(f"ops.{f}" for f in Operands._fields),
+            *(f"ctx.{f}" for f in CONTEXT_POINTERS),
+            "n",
+            "k",
+        ),
+        target=target,
+        options=options,
+        expect=_expected(target, config, world),
+    )
+
+
+def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
+    """Fewest ordered operations that the assembly must hold."""
+    peers = world > 1
+    gathers = peers and config["PHASE"] is not BUILD_ONLY
+    builds = config["PHASE"] is not GATHER_ONLY
+    pushes = config["TRANSPORT"] is PUSH
+    return Expectations(
+        release_sys=(1 + (gathers and pushes)) if peers else 0,
+        release_gpu=1 + (gathers and not pushes),
+        acquire_sys=1 if peers else 0,
+        acquire_gpu=1 if gathers and builds and not pushes else 0,
+        mma=1 if builds else 0,
+        tma_load=1 if builds and target == "sm_90" else 0,
+        tma_store=1 if builds and target == "sm_90" else 0,
+    )
+
+
+def _small_cases(target: str) -> Iterator[CompileCase]:
+    for kernel, extra in ((agree_kernel, ("call_hash",)), (fault_kernel, ("code", "reason"))):
+        yield CompileCase(
+            name=kernel.fn.__name__,
+            kernel=kernel,
+            signature={"ctx": _context(target, 8), **dict.fromkeys(extra, "i32")},
+            divisible_by_16=tuple(f"ctx.{f}" for f in CONTEXT_POINTERS),
+            target=target,
+            options={"num_warps": 8, "num_stages": 1},
+            expect=Expectations(release_sys=1),
+        )

@@ -1,0 +1,55 @@
+"""Operators of the dispatcher: what autograd, `torch.compile` and CUDA graphs see.
+
+`torch.ops.kosmos.ag_gemm(x, w, call)` and `torch.ops.kosmos.ag_gemm_gathered(x, w, call)`; `call`
+comes from `kosmos_tpsp.ops.registry.call_handle`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.registry import resolve
+
+
+def _shapes(x: torch.Tensor, w: torch.Tensor, call: int) -> tuple[int, int, int]:
+    workspace, options = resolve(call)
+    n = w.shape[0] if options.layout == "tn" else w.shape[1]
+    return x.shape[0] * workspace.world.size, n, x.shape[1]
+
+
+@torch.library.custom_op("kosmos::ag_gemm", mutates_args=())
+def ag_gemm_op(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    """`ag_gemm` of a call that does not keep the gathered input: out [m, n]."""
+    workspace, options = resolve(call)
+    out = ag_gemm(x, w, workspace, options=options)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@ag_gemm_op.register_fake
+def _ag_gemm_fake(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    m, n, _ = _shapes(x, w, call)
+    return x.new_empty((m, n))
+
+
+@torch.library.custom_op("kosmos::ag_gemm_gathered", mutates_args=())
+def ag_gemm_gathered_op(
+    x: torch.Tensor, w: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ag_gemm` of a call that keeps the gathered input: (out [m, n], gathered [m, k])."""
+    workspace, options = resolve(call)
+    out = ag_gemm(x, w, workspace, options=options)
+    assert isinstance(out, tuple)
+    return out
+
+
+@ag_gemm_gathered_op.register_fake
+def _ag_gemm_gathered_fake(
+    x: torch.Tensor, w: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    m, n, k = _shapes(x, w, call)
+    return x.new_empty((m, n)), x.new_empty((m, k))
+
+
+__all__ = ["AgGemmOptions", "ag_gemm_gathered_op", "ag_gemm_op"]

@@ -1,0 +1,44 @@
+"""Integer handles for what an operator's schema cannot carry: a workspace and a call's choices."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from kosmos_core.errors import WorkspaceError
+
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+_CALLS: dict[int, tuple[weakref.ref[TpSpWorkspace], Any]] = {}
+_HANDLES: dict[tuple[int, Any], int] = {}
+
+
+def call_handle(workspace: TpSpWorkspace, options: Any) -> int:
+    """The handle of (workspace, options).
+
+    It is the same one for equal options as long as the workspace lives.
+    """
+    key = (id(workspace), options)
+    handle = _HANDLES.get(key)
+    if handle is not None and _CALLS[handle][0]() is workspace:
+        return handle
+    handle = len(_CALLS)
+    _CALLS[handle] = (weakref.ref(workspace), options)
+    _HANDLES[key] = handle
+    return handle
+
+
+def resolve(handle: int) -> tuple[TpSpWorkspace, Any]:
+    """The workspace and options of a handle.
+
+    Raises:
+        WorkspaceError: the handle is unknown or its workspace is gone.
+    """
+    entry = _CALLS.get(handle)
+    workspace = None if entry is None else entry[0]()
+    if entry is None or workspace is None:
+        raise WorkspaceError(
+            f"call handle {handle}: its workspace no longer exists; make a new one with "
+            "call_handle()"
+        )
+    return workspace, entry[1]
