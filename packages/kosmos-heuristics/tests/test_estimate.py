@@ -72,6 +72,38 @@ def test_nothing_is_faster_than_its_bytes_or_its_flops(name, policy):
         assert predicted.baseline_ms >= predicted.gemm_ms > 0
 
 
+def test_nothing_is_faster_than_a_read_of_its_operands():
+    slow = dataclasses.replace(H200, hbm_gbps=50.0)
+    rng = random.Random()
+    for _ in range(50):
+        m, n, k = 8 * rng.randint(1, 64), 8 * rng.randint(1, 1600), 8 * rng.randint(1, 2000)
+        predicted = predict(AgGemmProblem(m, n, k, rng.choice([1, 2, 8])), slow)
+        operand_bytes = 2 * (m * k + n * k + m * n)
+        assert predicted.time_ms > operand_bytes / 50e6
+        assert predicted.gemm_ms >= operand_bytes / 50e6
+
+
+@pytest.mark.parametrize(
+    ("tiles", "split", "halves"),
+    [
+        *((66, 0, 2), (66, 66, 1), (132, 0, 2), (133, 0, 4), (264, 0, 4)),
+        # The tail in halves: 67 whole tiles and 132 halves of which 65 WGs take two each meanwhile.
+        *((133, 66, 3), (100, 66, 2), (198, 66, 3), (211, 66, 4)),
+    ],
+)
+def test_tiles_of_one_rank_are_built_in_waves(tiles, split, halves):
+    # Without costs beside the tensor cores', in units of half a tile of a full grid.
+    bare = dataclasses.replace(
+        H200, tile_us=0.0, launch_us=0.0, hbm_gbps=1e6, tflops=Curve(((132, 700.0),))
+    )
+    problem = AgGemmProblem(128 * tiles, 256, 65536, 1)
+    parts = {"split_k": 2, "split_tiles": split} if split else {"split_k": 1}
+    plan = plan_ag_gemm(problem, bare, block_n=256, **parts)
+    half_ms = 128 * 256 * 65536 / (700e9 / 132)
+    time_ms = estimate(problem, bare, plan).time_ms
+    assert time_ms == pytest.approx(halves * half_ms, rel=0.02)
+
+
 def test_policies_rank_as_measured():
     for _, problem in paper_cells():
         one_way = predict(problem, MI350X)

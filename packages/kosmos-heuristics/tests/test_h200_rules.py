@@ -273,6 +273,9 @@ def test_slices_of_some_shapes():
 
 def test_tiles_are_claimed_two_at_once_in_deep_queues_only():
     rng = random.Random()
+    for waves, run in ((2.99, 1), (3, 2)):
+        exact = AgGemmProblem(128 * int(132 * waves), 256, 4096, 1)
+        assert plan_ag_gemm(exact, H200).claim_run == run
     runs = set()
     for _ in range(200):
         problem, cap = random_problem(rng), rng.choice([132, 66, 8])

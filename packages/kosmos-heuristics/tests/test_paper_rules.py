@@ -74,6 +74,12 @@ def test_a8_limits_in_tiles_of_256(machine, tiles, factor):
     assert plan_ag_gemm(forward, machine).split_k == 1
 
 
+def test_a8_counts_the_papers_tiles_whatever_tile_is_compiled(machine):
+    for tiles, factor in ((64, 4), (65, 2), (129, 1)):
+        narrow = AgGemmProblem(256 * tiles, 64, 4096, 1, "nn")
+        assert plan_ag_gemm(narrow, machine, block_n=64).split_k == factor
+
+
 def test_a8_all_tiles_of_a_split_shape_are_split(machine):
     for shape in llama3("ag_gemm", "nn"):
         problem = AgGemmProblem(shape.m, shape.n, shape.k, 8, "nn")

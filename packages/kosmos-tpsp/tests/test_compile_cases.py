@@ -1,4 +1,4 @@
-"""Every configuration that plans can choose compiles for sm_90 and gfx950 without spills, in the right order."""
+"""Every configuration that plans can choose compiles for sm_90 and gfx950 as the guard wants."""
 
 from __future__ import annotations
 

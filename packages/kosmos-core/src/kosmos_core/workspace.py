@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -42,6 +42,8 @@ FAULT_REASONS = {
     8: "killed",
 }
 
+
+W = TypeVar("W", bound="Workspace")
 
 # Workspaces left by an exception; peers may still reach their memory.
 _ABANDONED: list[Workspace] = []
@@ -90,13 +92,18 @@ def control_sizes(max_tile_rows: int) -> tuple[int, int, int]:
     return stride, _round_up(counters, granule), _round_up(ranks * stride, granule)
 
 
-def workspace_num_bytes(regions: Sequence[Region], max_tile_rows: int) -> int:
+def trace_num_words(num_wgs: int, trace_events: int) -> int:
+    """int64 words of the trace buffer of so many workgroups."""
+    return num_wgs * (1 + int(EVENT_WORDS.value) * trace_events) if trace_events else 0
+
+
+def workspace_num_bytes(regions: Sequence[Region], max_tile_rows: int, trace_words: int = 0) -> int:
     """Bytes that a workspace of these regions takes on each rank."""
     _, set_words, arrival_words = control_sizes(max_tile_rows)
     control = 4 * (int(layout.HEADER_WORDS.value) + 2 * set_words)
     shared = 8 * int(layout.SIGNAL_WORDS.value) + 4 * 2 * arrival_words
     table = 8 * int(layout.NUM_REGIONS.value) * int(layout.MAX_RANKS.value)
-    return control + shared + table + sum(r.num_bytes for r in regions)
+    return control + shared + table + 8 * trace_words + sum(r.num_bytes for r in regions)
 
 
 class Workspace:
@@ -128,6 +135,7 @@ class Workspace:
         if not 0.001 <= timeout_s <= 2_000_000:
             raise WorkspaceError(f"timeout_s: got {timeout_s}, wanted 0.001 to 2000000 seconds")
         self.world = world
+        self.rank = world.rank
         self.regions = tuple(regions)
         self.max_tile_rows = max_tile_rows
         self.timeout_s = timeout_s
@@ -140,6 +148,7 @@ class Workspace:
         self._last_stream: Any = None
         stride, self._set_words, self._arrival_words = control_sizes(max_tile_rows)
         self._stride = stride
+        self._trace_words = trace_num_words(world.num_wgs, trace_events) if world.fused else 0
         if world.fused:
             self._allocate()
             self.reset()
@@ -173,8 +182,7 @@ class Workspace:
         self._table = w.local("table", rows * ranks, torch.int64)
         self._table.copy_(table.flatten())
         if self.trace_events:
-            row_words = 1 + int(EVENT_WORDS.value) * self.trace_events
-            self.trace_buffer = w.local("trace", w.num_wgs * row_words, torch.int64)
+            self.trace_buffer = w.local("trace", self._trace_words, torch.int64)
             self.trace_buffer.zero_()
         self._contexts = {traced: self._context(traced) for traced in (False, True)}
 
@@ -195,7 +203,9 @@ class Workspace:
 
     def num_bytes(self) -> int:
         """Bytes that this workspace takes on each rank."""
-        return workspace_num_bytes(self.regions, self.max_tile_rows) if self.world.fused else 0
+        if not self.world.fused:
+            return 0
+        return workspace_num_bytes(self.regions, self.max_tile_rows, self._trace_words)
 
     def buffer(self, row: int) -> torch.Tensor:
         """This rank's part of the region in a row of the peer table."""
@@ -223,7 +233,7 @@ class Workspace:
 
         Collective.
         """
-        self.ensure_alive()
+        self.ensure_usable()
         self._error = None
         if not self.world.fused:
             return
@@ -255,16 +265,27 @@ class Workspace:
         if self.world.fused:
             self.world.synchronize()
             self.world.barrier()
-            self._buffers.clear()
-            self._contexts.clear()
-            del self._signal, self._arrival, self._control, self._table, self._status
+            self._release()
+
+    def _release(self) -> None:
+        for buffer in (self._signal, self._arrival, *self._buffers.values()):
+            self.world.release(buffer.local)
+        for tensor in (self._control, self._table, self._status):
+            self.world.release(tensor)
+        if self.trace_events:
+            self.world.release(self.trace_buffer)
+            del self.trace_buffer
+        self._buffers.clear()
+        self._contexts.clear()
+        del self._signal, self._arrival, self._control, self._table, self._status
+        del self._status_view
 
     @property
     def destroyed(self) -> bool:
         """Whether `destroy()` has been called."""
         return self._destroyed
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self: W) -> W:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -275,16 +296,21 @@ class Workspace:
             self._destroyed = True
             _ABANDONED.append(self)
 
-    def ensure_alive(self) -> None:
-        """Raises WorkspaceError once the workspace is destroyed."""
+    def ensure_usable(self) -> None:
+        """Raises WorkspaceError once the workspace is destroyed, or on another rank than its own."""
         if self._destroyed:
             raise WorkspaceError("workspace: it is destroyed; create a new one on every rank")
+        if self.world.rank != self.rank:
+            raise WorkspaceError(
+                f"workspace: it belongs to rank {self.rank}, got rank {self.world.rank}; every rank "
+                "uses the one that it created"
+            )
 
     # ------------------------------------------------------------------ calls
 
     def begin(self, op: str, call_hash: int) -> None:
         """Before a launch: raises what earlier calls left, orders calls on different streams."""
-        self.ensure_alive()
+        self.ensure_usable()
         self.check()
         self.last_op = op
         self._last_hash = call_hash

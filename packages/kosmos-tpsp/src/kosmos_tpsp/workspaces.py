@@ -83,7 +83,8 @@ class TpSpWorkspace(Workspace):
         # All ranks must decide alike, so all of them plan with rank 0's model.
         self.machine = Machine.from_dict(world.all_gather_object(chosen.to_dict())[0])
         self.prepared: dict[Hashable, Any] = {}
-        self._partials: torch.Tensor | None = None
+        self.partials: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor | None] = []
         super().__init__(
             world,
             _regions(world.size, max_tokens, max_features, self.transports),
@@ -106,30 +107,31 @@ class TpSpWorkspace(Workspace):
         regions = _regions(world_size, max_tokens, max_features, transports)
         return workspace_num_bytes(regions, _tile_rows(max_tokens, world_size, model))
 
-    def partials(self, tiles: int, split_k: int, block_m: int, block_n: int) -> torch.Tensor:
-        """FP32 scratch for split-K partial tiles, grown outside graph capture only.
+    def reserve_partials(self, tiles: int, split_k: int, block_m: int, block_n: int) -> None:
+        """Makes room for the FP32 partial tiles of split-K.
 
         Raises:
-            WorkspaceError: the call needs more than the workspace may grow to, or would grow it
-                during capture.
+            WorkspaceError: more parts than there are tickets, or growth during graph capture.
         """
-        needed = tiles * split_k * block_m * block_n if split_k > 1 else 4
         if split_k > 1 and tiles * split_k > SPLIT_TICKETS:
             raise WorkspaceError(
                 f"split_k: {tiles} tiles in {split_k} parts, wanted at most {SPLIT_TICKETS} parts; "
                 "use split_k=1"
             )
-        if self._partials is None or self._partials.numel() < needed:
+        needed = tiles * split_k * block_m * block_n if split_k > 1 else 4
+        if self.partials is None or self.partials.numel() < needed:
             if self.world.is_capturing():
                 raise WorkspaceError(
-                    "split_k: the partials would be allocated during graph capture; "
-                    "call prepare() first"
+                    "split_k: the partials would be allocated during graph capture; call "
+                    "prepare_ag_gemm() first"
                 )
-            self._partials = self.world.local("partials", needed, torch.float32)
-        return self._partials
+            # A captured graph may still replay on the smaller one.
+            self._outgrown.append(self.partials)
+            self.partials = self.world.local("partials", needed, torch.float32)
 
     def destroy(self) -> None:
         """Collective and idempotent: releases the memory."""
         self.prepared.clear()
-        self._partials = None
+        self.partials = None
+        self._outgrown.clear()
         super().destroy()

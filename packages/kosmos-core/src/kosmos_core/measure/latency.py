@@ -96,7 +96,7 @@ def _flags_us(workspace: Workspace, budget: Budget) -> float:
     times = []
     for _ in range(budget.warmup + budget.repeats):
         elapsed.zero_()
-        workspace.begin("ping pong")
+        workspace.begin("ping pong", CALL_HASH)
         args = (workspace.context(), elapsed, partner, rounds, CALL_HASH)
         key = ("ping pong", workspace.context_key)
         world.launch(ping_pong_kernel, 1, args, key, num_warps=NUM_WARPS, num_stages=1)
@@ -111,7 +111,7 @@ def _local_flags_us(workspace: Workspace, budget: Budget) -> float:
     elapsed = world.local("elapsed", 1, torch.int64)
     times = []
     for _ in range(budget.warmup + budget.repeats):
-        workspace.begin("local ping pong")
+        workspace.begin("local ping pong", CALL_HASH)
         args = (workspace.context(), elapsed, budget.flag_rounds, CALL_HASH)
         key = ("local ping pong", workspace.context_key)
         world.launch(local_ping_pong_kernel, 2, args, key, num_warps=NUM_WARPS, num_stages=1)
@@ -127,7 +127,7 @@ def _call_us(workspace: Workspace, timer: Timer, budget: Budget) -> float:
     key = ("agree", workspace.context_key)
 
     def call() -> None:
-        workspace.begin("empty call")
+        workspace.begin("empty call", CALL_HASH)
         world.launch(agree_kernel, world.num_wgs, args, key, num_warps=NUM_WARPS, num_stages=1)
 
     return 1e3 * timer.median(call, warmup=budget.warmup, repeats=3 * budget.repeats)

@@ -127,6 +127,10 @@ class World(abc.ABC):
     def synchronize(self) -> None:
         """Waits until everything this rank launched has ended."""
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Tells the world that a tensor from `symmetric`, `local` or `host_visible` is done with."""
+        return
+
     def order_after(self, stream: Any) -> None:
         """Makes the current stream wait for all that `stream` holds.
 

@@ -13,10 +13,22 @@ from kosmos_core.device_info import machine_name, num_sms, vendor_target
 from kosmos_core.errors import WorldError
 from kosmos_core.launch import LAUNCHER
 from kosmos_core.worlds.base import SymmetricBuffer, World
+from kosmos_core.worlds.ordering import LaunchOrder
 
 # What NCCL may hold when other groups communicate at the same time: its own upper limit of CTAs
 # for one collective.
 NCCL_MAX_CTAS = 32
+
+
+_ORDERS: dict[torch.device, LaunchOrder] = {}
+
+
+def _order_of(device: torch.device) -> LaunchOrder:
+    """The order of fused launches on a GPU, of all groups and workspaces of this process."""
+    order = _ORDERS.get(device)
+    if order is None:
+        order = _ORDERS[device] = LaunchOrder(num_sms(device))
+    return order
 
 
 class GroupWorld(World):
@@ -106,6 +118,8 @@ class GroupWorld(World):
         num_stages: int,
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if not self.is_capturing():
+            _order_of(self._device).enter(stream, num_wgs, self.order_after)
         LAUNCHER.launch(
             kernel, num_wgs, args, key, self._device.index, stream, num_warps, num_stages
         )

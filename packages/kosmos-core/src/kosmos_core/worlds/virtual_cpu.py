@@ -72,6 +72,11 @@ class VirtualCpuWorld(World):
     def host_visible(self, num_words: int) -> torch.Tensor:
         return self.executor.empty(self.rank, num_words, torch.int64, "status").zero_()
 
+    def release(self, tensor: torch.Tensor) -> None:
+        region = self.executor.memory.find(tensor.data_ptr())
+        if region is not None:
+            region.pinned = False
+
     def launch(
         self,
         kernel: Any,

@@ -126,10 +126,10 @@ def compare(out: torch.Tensor, wanted: torch.Tensor) -> tuple[float, str]:
     tiny = torch.finfo(torch.float64).tiny
     rows = difference.norm(dim=1) / wanted.norm(dim=1).clamp_min(tiny)
     # A row with a NaN must count as the worst.
-    rows = rows.nan_to_num(nan=float("inf"))
+    rows = rows.nan_to_num(nan=float("inf"), posinf=float("inf"))
     row = int(rows.argmax())
     worst = float(rows[row])
-    total = float((difference.norm() / wanted.norm().clamp_min(tiny)).nan_to_num(nan=float("inf")))
+    total = float((difference.norm() / wanted.norm().clamp_min(tiny)).nan_to_num(nan=float("inf"), posinf=float("inf")))
     if worst > TOLERANCE or total > TOLERANCE:
         count = int((rows > TOLERANCE).sum())
         return total, f"{count} of {len(rows)} rows wrong, row {row} by {worst:.3g}"

@@ -6,6 +6,10 @@ from typing import Any
 
 import click
 
+from kosmos_tpsp.cli.checking import run_request
+from kosmos_tpsp.cli.request import Request
+from kosmos_tpsp.cli.show_plant import show_plant
+
 OPS = ("ag_gemm",)
 
 
@@ -49,16 +53,9 @@ def check(plant: str | None, as_json: bool, **choices: Any) -> int:
 
     Exit status: 0 all passed; 1 a case failed, or the planted defect was caught; 2 bad arguments.
     """
-    # Imported here: help and bad arguments need neither torch nor triton.
-    from kosmos_tpsp.cli.request import Request
-
     request = Request(**choices)
     if plant is not None:
-        from kosmos_tpsp.cli.show_plant import show_plant
-
         return show_plant(plant, request, as_json)
-    from kosmos_tpsp.cli.checking import run_request
-
     report, prints = run_request(request)
     if prints:
         if as_json:

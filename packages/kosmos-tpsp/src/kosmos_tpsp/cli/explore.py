@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from kosmos_tpsp.cli.exploration import Exploration
+
 OPS = ("ag_gemm",)
 
 
@@ -40,9 +42,6 @@ def explore(
     Exit status: 0 nothing was found, 1 something was (each with a command that repeats it), 2 bad
     arguments.
     """
-    # Imported here: help and bad arguments need neither torch nor triton.
-    from kosmos_tpsp.cli.exploration import Exploration
-
     exploration = Exploration(op, schedules, seconds, seed, jobs)
     exploration.run()
     click.echo(exploration.summary_line())

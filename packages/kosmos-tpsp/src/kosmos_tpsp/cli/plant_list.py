@@ -407,13 +407,7 @@ _ABORTS = [
         "abort_not_spread",
         "bounded waits",
         "a rank that gives up sets its own abort word only",
-        (
-            (
-                flags.abort_all,
-                "tl.atomic_max(peer_ptr(ctx, SIGNAL, r, tl.int64)",
-                "tl.atomic_max(peer_ptr(ctx, SIGNAL, rank, tl.int64)",
-            ),
-        ),
+        ((flags.abort_all, "SIGNAL, r, tl.int64) + ABORT", "SIGNAL, rank, tl.int64) + ABORT"),),
         trouble="bad_argument",
     ),
 ]

@@ -1,4 +1,4 @@
-"""The arguments of `check`, validated before anything is imported or launched."""
+"""The arguments of `check`, validated before any world is made."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from kosmos_core.device import layout as words
 from kosmos_core.device import roles
-from kosmos_core.errors import ArgumentError
+from kosmos_core.errors import ArgumentError, WorkspaceError
 from kosmos_core.launch import intern_key
 from kosmos_heuristics import AgGemmPlan, AgGemmProblem, HeuristicsError, can_fuse, plan_ag_gemm
 
@@ -199,7 +199,10 @@ def describe_call(
 def _prepare(
     x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
 ) -> Prepared:
-    workspace.ensure_alive()
+    try:
+        workspace.ensure_usable()
+    except WorkspaceError as error:
+        raise Rejected(validate.WORKSPACE, error) from None
     device = workspace.world.device
     validate.check_matrix("x", x, device)
     validate.check_matrix("w", w, device)
@@ -238,9 +241,8 @@ def _plan(
     m = chunk_rows * world.size
     validate.check_room(workspace, m, k)
     try:
-        problem = AgGemmProblem(
-            m, n, k, world.size, options.layout, keep_gathered=options.keep_gathered
-        )
+        keeps = options.layout == "nn" if options.keep_gathered is None else options.keep_gathered
+        problem = AgGemmProblem(m, n, k, world.size, options.layout, keep_gathered=keeps)
         plan = plan_ag_gemm(
             problem, workspace.machine,
             cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
@@ -249,6 +251,10 @@ def _plan(
         )  # fmt: skip
     except HeuristicsError as error:
         raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
+    try:
+        workspace.reserve_partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n)
+    except WorkspaceError as error:
+        raise Rejected(validate.WORKSPACE, error) from error
     decline = _decline(problem, plan, workspace, options)
     agreed = (
         "ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows,
@@ -336,7 +342,7 @@ def _launch(
         gathered = kept
     ops = Operands(
         x, w, out, gathered, gathered if kept is None else kept,
-        workspace.partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n),
+        workspace.partials,
     )  # fmt: skip
     # A launch that only gathers has no use for builders.
     movers = plan.cap if config.PHASE is codes.GATHER_ONLY else plan.num_movers

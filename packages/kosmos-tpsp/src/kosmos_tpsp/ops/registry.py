@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -11,20 +12,20 @@ from kosmos_tpsp.workspaces import TpSpWorkspace
 
 _CALLS: dict[int, tuple[weakref.ref[TpSpWorkspace], Any]] = {}
 _HANDLES: dict[tuple[int, Any], int] = {}
+_COUNT = itertools.count()
 
 
 def call_handle(workspace: TpSpWorkspace, options: Any) -> int:
-    """The handle of (workspace, options).
-
-    It is the same one for equal options as long as the workspace lives.
-    """
+    """The handle of (workspace, options), the same one while the workspace lives."""
     key = (id(workspace), options)
     handle = _HANDLES.get(key)
-    if handle is not None and _CALLS[handle][0]() is workspace:
-        return handle
-    handle = len(_CALLS)
-    _CALLS[handle] = (weakref.ref(workspace), options)
-    _HANDLES[key] = handle
+    if handle is None:
+        handle = _HANDLES[key] = next(_COUNT)
+
+        def forget(_: object) -> None:
+            _CALLS.pop(_HANDLES.pop(key))
+
+        _CALLS[handle] = (weakref.ref(workspace, forget), options)
     return handle
 
 

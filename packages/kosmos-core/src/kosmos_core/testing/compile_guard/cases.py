@@ -26,6 +26,7 @@ CHECKS: dict[str, str] = {
     "narrow-poll": "a polled load reads at least 4 bytes",
     "k-loop": "no acquire inside a loop that the pipeliner reorders",
     "warp-specialize": "warp specialization clones no atomic",
+    "serial-mma": "NVIDIA: the tensor-core instructions of a K loop are not serialized",
     "divergence": "AMD: no barrier is reached by only some lanes of a wave",
 }
 

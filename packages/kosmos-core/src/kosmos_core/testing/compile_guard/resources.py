@@ -118,6 +118,9 @@ def check_resources(found: Resources, target: Target, allow_spills: int) -> list
         findings.append(
             Finding("spills", "", f"{found.spills} B a thread spilled, budget {allow_spills} B")
         )
+    if any("serialized" in note for note in found.notes):
+        message = "wgmma instructions are serialized: something touches the sums between them"
+        findings.append(Finding("serial-mma", "", message))
     if found.shared_bytes > target.wg_shared_bytes:
         message = f"{found.shared_bytes} B wanted, {target.name} has {target.wg_shared_bytes} B"
         findings.append(Finding("shared", "", message))

@@ -1,0 +1,80 @@
+"""The dispatcher's operators: the function's results, right fake shapes, clear handle errors."""
+
+from __future__ import annotations
+
+import gc
+
+import kosmos_tpsp.ops.custom  # noqa: F401  (registers the operators)
+import pytest
+import torch
+from kosmos_core.errors import WorkspaceError
+from kosmos_core.worlds import cpu_world
+from kosmos_tpsp import AgGemmOptions, TpSpWorkspace, ag_gemm
+from kosmos_tpsp.ops.registry import call_handle, resolve
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ROWS, N, K = 40, 48, 64
+
+
+def operands(rank: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(7 + rank)
+    x = torch.randn(ROWS, K, generator=g).bfloat16()
+    w = torch.randn(*((N, K) if layout == "tn" else (K, N)), generator=g).bfloat16()
+    return x, w
+
+
+@pytest.mark.parametrize("layout", ["tn", "nn"])
+def test_operator_equals_the_function(layout):
+    def host(rank, world):
+        with TpSpWorkspace(world, 2 * ROWS, K) as workspace:
+            options = AgGemmOptions(layout=layout)
+            x, w = operands(rank, layout)
+            handle = call_handle(workspace, options)
+            expected = ag_gemm(x, w, workspace, options=options)
+            if layout == "tn":
+                assert torch.equal(torch.ops.kosmos.ag_gemm(x, w, handle), expected)
+                return
+            out, gathered = torch.ops.kosmos.ag_gemm_gathered(x, w, handle)
+            assert torch.equal(out, expected[0])
+            assert torch.equal(gathered, expected[1])
+            assert torch.equal(gathered[rank * ROWS : (rank + 1) * ROWS], x)
+
+    with cpu_world(2, race="raise", strict=True) as world:
+        world.spmd(host, world)
+
+
+def test_fake_shapes_and_handles():
+    def host(rank, world):
+        with TpSpWorkspace(world, 2 * ROWS, K) as workspace:
+            plain = call_handle(workspace, AgGemmOptions())
+            kept = call_handle(workspace, AgGemmOptions(layout="nn"))
+            assert plain == call_handle(workspace, AgGemmOptions()) != kept
+            assert resolve(kept)[0] is workspace
+            with FakeTensorMode():
+                x = torch.empty(ROWS, K, dtype=torch.bfloat16)
+                w = torch.empty(N, K, dtype=torch.bfloat16)
+                assert torch.ops.kosmos.ag_gemm(x, w, plain).shape == (2 * ROWS, N)
+                out, gathered = torch.ops.kosmos.ag_gemm_gathered(x, w.t(), kept)
+                assert (out.shape, gathered.shape) == ((2 * ROWS, N), (2 * ROWS, K))
+
+    with cpu_world(2) as world:
+        world.spmd(host, world)
+
+
+def test_handle_of_a_workspace_that_is_gone_is_refused():
+    def host(rank, world):
+        workspace = TpSpWorkspace(world, 2 * ROWS, K)
+        handle = call_handle(workspace, AgGemmOptions())
+        workspace.destroy()
+        x, w = operands(rank, "tn")
+        with pytest.raises(WorkspaceError, match="destroyed"):
+            torch.ops.kosmos.ag_gemm(x, w, handle)
+        return handle
+
+    with cpu_world(2) as world:
+        handle = world.spmd(host, world)[0]
+    gc.collect()
+    with pytest.raises(WorkspaceError, match="no longer exists"):
+        resolve(handle)
+    with pytest.raises(WorkspaceError, match="no longer exists"):
+        resolve(10**6)

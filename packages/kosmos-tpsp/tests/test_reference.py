@@ -1,0 +1,86 @@
+"""The oracle itself, against FP64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kosmos_core.worlds import World, reference_world
+from kosmos_tpsp import reference
+from kosmos_tpsp.cli.calls import TOLERANCE, Ledger, compare, same_bits
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["tn", "nn"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_ag_gemm_gathers_and_multiplies(
+    size: int, layout: str, on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        x = draw(17, 50, seed=rank)
+        w = draw(*((33, 50) if layout == "tn" else (50, 33)), seed=9 + rank)
+        out, gathered = reference.ag_gemm(x, w, world, layout)
+        wanted = torch.cat([draw(17, 50, seed=r) for r in range(world.size)])
+        assert torch.equal(gathered, wanted)
+        product = wanted.double() @ (w.double().t() if layout == "tn" else w.double())
+        assert compare(out, product) == (pytest.approx(0, abs=TOLERANCE), "")
+
+    on_cpu(size, host)
+
+
+def test_a_world_without_distributed_is_a_group_of_one() -> None:
+    x, w = draw(8, 16, seed=0), draw(24, 16, seed=1)
+    out, gathered = reference.ag_gemm(x, w, reference_world())
+    assert torch.equal(gathered, x)
+    assert torch.equal(out, x @ w.t())
+
+
+def test_one_wrong_row_does_not_hide() -> None:
+    wanted = torch.randn(4096, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out = wanted.to(torch.bfloat16)
+    assert compare(out, wanted)[1] == ""
+    out[1234] = out[1235]
+    error, problem = compare(out, wanted)
+    # Over all rows it is little more than the rounding; in its own it is everything.
+    assert error < 0.05
+    assert "1 of 4096 rows wrong, row 1234" in problem
+
+
+def test_one_wrong_element_of_a_row_does_not_hide() -> None:
+    wanted = torch.ones(64, 128, dtype=torch.float64)
+    out = wanted.to(torch.bfloat16)
+    out[5, 7] *= 1.1
+    assert "row 5" in compare(out, wanted)[1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_element_that_was_never_written_does_not_hide(value: float) -> None:
+    wanted = torch.ones(64, 32, dtype=torch.float64)
+    out = wanted.to(torch.bfloat16)
+    out[63, 31] = value
+    error, problem = compare(out, wanted)
+    assert error == float("inf")
+    assert "row 63" in problem
+
+
+def test_another_shape_is_wrong_and_an_empty_one_is_right() -> None:
+    assert "shape" in compare(torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.float64))[1]
+    assert compare(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.float64)) == (0.0, "")
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    zero = torch.zeros(2, dtype=torch.bfloat16)
+    nan = torch.full((2,), float("nan"), dtype=torch.bfloat16)
+    assert not same_bits(zero, -zero)
+    assert same_bits(nan, nan.clone())
+    ledger = Ledger()
+    assert ledger.repeats("a", zero) is None
+    assert ledger.repeats("a", zero.clone()) is True
+    assert ledger.repeats("a", -zero) is False
+    assert ledger.repeats("b", -zero) is None

@@ -1,0 +1,247 @@
+"""The workspace of the TP+SP operations: what it takes, how it is shared, that it is let go."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kosmos_core.errors import WorkspaceError
+from kosmos_core.worlds import SymmetricBuffer, World
+from kosmos_heuristics import load_machine
+from kosmos_tpsp.cli.calls import Call, Operands, compare
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+OnCpu = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("transports", [("pull", "push"), ("push",), ("pull",)])
+@pytest.mark.parametrize(("tokens", "features"), [(96, 24), (1000, 8), (8, 200)])
+def test_the_bytes_are_known_beforehand(
+    size: int, transports: tuple[str, ...], tokens: int, features: int, on_cpu: OnCpu
+) -> None:
+    def host(rank: int, world: World) -> tuple[int, int]:
+        memory = world.executor.memory  # type: ignore[attr-defined]
+        before = set(map(id, memory.regions))
+        workspace = TpSpWorkspace(world, tokens, features, transports=transports)
+        world.barrier()
+        # The status word lives in the host's memory.
+        mine = [
+            region.nbytes
+            for region in memory.regions
+            if id(region) not in before and region.rank == rank and region.name != "status"
+        ]
+        world.barrier()
+        return workspace.num_bytes(), sum(mine)
+
+    wanted = TpSpWorkspace.required_bytes(size, tokens, features, "executor", transports)
+    assert on_cpu(size, host) == [(wanted, wanted)] * size
+
+
+def test_push_alone_costs_less() -> None:
+    both = TpSpWorkspace.required_bytes(8, 8192, 4096, "h200")
+    push = TpSpWorkspace.required_bytes(8, 8192, 4096, "h200", ("push",))
+    # Two shards of an eighth of the rows each.
+    assert both - push == 2 * (8192 // 8) * 4096 * 2
+
+
+def right(rank: int, workspace: TpSpWorkspace, call: Call, seed: int = 0) -> bool:
+    """Makes a call and checks it."""
+    operands = Operands(seed, workspace.world.size, torch.device("cpu"))
+    x, w = operands.x(call, rank), operands.w(call, rank)
+    out = ag_gemm(x, w, workspace, options=call.options)
+    workspace.synchronize()
+    out = out[0] if isinstance(out, tuple) else out
+    return compare(out, operands.product(call, rank))[1] == ""
+
+
+def test_two_workspaces_are_used_by_turns(on_cpu: OnCpu) -> None:
+    calls = [
+        Call(24 * 3, 16, 16, 0, AgGemmOptions(transport="pull")),
+        Call(40 * 3, 24, 8, 1, AgGemmOptions(layout="nn", transport="push")),
+        Call(8 * 3, 8, 24, 2),
+    ]
+
+    def host(rank: int, world: World) -> bool:
+        one = TpSpWorkspace(world, 40 * 3, 24)
+        two = TpSpWorkspace(world, 40 * 3, 24, first_epoch=7)
+        found = []
+        for i, call in enumerate(calls * 3):
+            found.append(right(rank, one if i % 3 else two, call))
+            found.append(right(rank, two, call, seed=1))
+        one.destroy()
+        found.append(right(rank, two, calls[0]))
+        two.destroy()
+        return all(found)
+
+    for seed in range(3):
+        assert on_cpu(3, host, seed=seed) == [True] * 3
+
+
+def test_destroying_twice_is_destroying_once(on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> None:
+        workspace = TpSpWorkspace(world, 48, 16)
+        assert not workspace.destroyed
+        assert right(rank, workspace, Call(48, 16, 16))
+        workspace.destroy()
+        workspace.destroy()
+        assert workspace.destroyed
+        workspace.check()
+        workspace.synchronize()
+        with pytest.raises(WorkspaceError, match="destroyed"):
+            workspace.ensure_alive()
+
+    on_cpu(2, host)
+
+
+def test_a_context_manager_destroys_at_its_end(on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> None:
+        with TpSpWorkspace(world, 48, 16) as workspace:
+            assert not workspace.destroyed
+        assert workspace.destroyed
+        # A second one after it is ordinary.
+        with TpSpWorkspace(world, 48, 16) as again:
+            assert isinstance(again, TpSpWorkspace)
+            assert right(rank, again, Call(48, 16, 16))
+
+    on_cpu(2, host)
+
+
+def test_an_exception_inside_the_context_is_not_hidden_and_nobody_is_waited_for(
+    on_cpu: OnCpu,
+) -> None:
+    def host(rank: int, world: World) -> str:
+        if rank == 0:
+            with pytest.raises(ZeroDivisionError), TpSpWorkspace(world, 48, 16) as workspace:
+                _ = 1 // 0
+            assert workspace.destroyed
+        else:
+            # This rank never destroys its own: the other must not wait for it.
+            workspace = TpSpWorkspace(world, 48, 16)
+        return "over"
+
+    assert on_cpu(2, host, jump_clock=False) == ["over", "over"]
+
+
+def test_a_reset_starts_again_in_any_state(on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> bool:
+        workspace = TpSpWorkspace(world, 72, 16, first_epoch=2**31 - 1)
+        found = []
+        for step in range(4):
+            found += [right(rank, workspace, Call(72, 16, 16, data)) for data in range(step)]
+            workspace.reset()
+        return all(found)
+
+    assert on_cpu(3, host) == [True] * 3
+
+
+def test_all_ranks_plan_with_the_first_ranks_machine(on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> str:
+        name = "h200" if rank == 0 else "mi350x"
+        return TpSpWorkspace(world, 48, 16, machine=name).machine.name
+
+    assert on_cpu(3, host) == [load_machine("h200").name] * 3
+
+
+class Counted(World):
+    """A group of one whose memory is counted as long as anybody holds it."""
+
+    machine = "executor"
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self.made = 0
+
+    def _make(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(num_elements, dtype=dtype)
+        self.alive.add(made)
+        self.made += 1
+        return made
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def num_wgs(self) -> int:
+        return 2
+
+    def symmetric(self, name: str, num_elements: int, dtype: torch.dtype) -> SymmetricBuffer:
+        made = self._make(num_elements, dtype)
+        return SymmetricBuffer(name, made, (made.data_ptr(),))
+
+    def local(self, name: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._make(num_elements, dtype)
+
+    def host_visible(self, num_words: int) -> torch.Tensor:
+        return self._make(num_words, torch.int64).zero_()
+
+    def launch(
+        self,
+        kernel: Any,
+        num_wgs: int,
+        args: Sequence[Any],
+        key: Hashable,
+        *,
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        raise AssertionError("nothing is launched here")
+
+    def barrier(self) -> None:
+        return
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def synchronize(self) -> None:
+        return
+
+
+CYCLES = 200
+
+
+def test_nothing_is_left_of_200_destroyed_workspaces() -> None:
+    world = Counted()
+    # Whoever still holds a destroyed workspace holds none of its memory.
+    held = []
+    for _ in range(CYCLES):
+        workspace = TpSpWorkspace(world, 1024, 64, trace_events=8)
+        workspace.partials(4, 2, 16, 16)
+        workspace.destroy()
+        held.append(workspace)
+    gc.collect()
+    assert world.made >= 8 * CYCLES
+    # The status word, which the host reads even afterwards, is 8 bytes.
+    left = [tensor for tensor in world.alive if tensor.numel() > 1]
+    assert len(left) == 0
+
+
+def test_nothing_is_left_of_a_workspace_that_nobody_holds() -> None:
+    world = Counted()
+    for _ in range(CYCLES):
+        TpSpWorkspace(world, 1024, 64)
+    gc.collect()
+    assert len(world.alive) == 0
+
+
+def test_a_workspace_that_is_held_is_found() -> None:
+    # What the two tests above count with would see a leak.
+    world = Counted()
+    held = TpSpWorkspace(world, 1024, 64)
+    gc.collect()
+    assert len(world.alive) >= 7
+    assert not held.destroyed
