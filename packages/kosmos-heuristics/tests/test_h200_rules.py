@@ -1,22 +1,21 @@
 """The H200 rule set: what docs/decisions/0003 says its crews, splits, slices and claims are for."""
 
 import dataclasses
-import math
 import random
 from pathlib import Path
 
 import pytest
 from kosmos_heuristics import AgGemmProblem, Curve, load_machine, plan_ag_gemm
-from kosmos_heuristics.movers import CLOSE, CLOSE_BYTES, CREW_QUANTUM, LOADED_CREW, MIN_CREW
+from kosmos_heuristics.movers import (
+    CLOSE,
+    CREW_QUANTUM,
+    MIN_CREW,
+    SATURATING_CREW,
+    TILES_AFTER_ARRIVAL,
+)
 from kosmos_heuristics.orders import TileQueue
 from kosmos_heuristics.shapes import llama3
-from kosmos_heuristics.tiles import (
-    FULL_WAVE,
-    GROUP_M_H200,
-    MIN_UNIT_BYTES,
-    UNIT_BYTES,
-    UNITS_PER_MOVER,
-)
+from kosmos_heuristics.tiles import FULL_WAVE, GROUP_M_H200, UNIT_BYTES
 
 # The rules are tested on a machine of their own: the packaged figures change with every new
 # measurement.
@@ -38,7 +37,7 @@ def with_link(factor):
 def gather_ms(problem, crew, machine=H200, transport="push"):
     """Remote bytes over what a crew brings beside builders; no code in common with the rules."""
     peak = machine.transport_named(transport).gbps.peak
-    rate = peak * (1 - math.exp(-crew / LOADED_CREW))
+    rate = peak * min(crew, SATURATING_CREW) / SATURATING_CREW
     return problem.m // problem.world_size * (problem.world_size - 1) * problem.k * 2 / rate / 1e6
 
 
@@ -47,10 +46,10 @@ def gemm_ms(problem):
 
 
 def predicted_ms(problem, crew):
-    """The longer of transport with the tile after it, and of building with the movers missing."""
+    """The longer of transport with the tiles after it, and of building with the movers missing."""
     gather, gemm = gather_ms(problem, crew), gemm_ms(problem)
     tile = gemm * 132 / max(1, problem.m / 128 * (problem.n / 256))
-    return max(gather + tile, gemm + crew * gather / 132)
+    return max(gather + TILES_AFTER_ARRIVAL * tile, gemm + crew * gather / 132)
 
 
 def random_problem(rng):
@@ -75,8 +74,7 @@ def test_the_smallest_crew_that_is_close_to_the_best_is_split_among_the_peers():
     for _ in range(300):
         problem = random_problem(rng)
         times = {crew: predicted_ms(problem, crew) for crew in CREWS}
-        bytes_bound = gather_ms(problem, CREWS[-1]) >= gemm_ms(problem)
-        close = (CLOSE_BYTES if bytes_bound else CLOSE) * min(times.values())
+        close = CLOSE * min(times.values())
         if any(time == pytest.approx(close, rel=1e-9) for time in times.values()):
             continue
         crew = min(crew for crew, time in times.items() if time <= close)
@@ -87,9 +85,18 @@ def test_the_smallest_crew_that_is_close_to_the_best_is_split_among_the_peers():
     assert len(seen) > 1
 
 
+def test_no_crew_is_larger_than_it_takes_to_bring_the_peak():
+    rng = random.Random()
+    for _ in range(300):
+        problem = random_problem(rng)
+        crew = plan_ag_gemm(problem, H200).num_movers
+        # Rounded up to the steps of crews and to whole movers a peer.
+        assert crew < SATURATING_CREW + CREW_QUANTUM + problem.num_peers - 1
+
+
 def test_crews_by_what_decides():
-    # Where bytes decide, the crew brings most of the link; where the GEMM does by far, the smallest
-    # crew is ahead of it.
+    # Where bytes decide, the crew brings most of the link; where the GEMM does, it is ahead of the
+    # GEMM, and by far so with the smallest crew where the output is wide.
     for shape in llama3("ag_gemm", "tn"):
         problem = AgGemmProblem(shape.m, shape.n, shape.k, 2)
         plan = plan_ag_gemm(problem, H200)
@@ -99,7 +106,9 @@ def test_crews_by_what_decides():
         else:
             assert "GEMM decides" in plan.rule
             assert gather_ms(problem, plan.num_movers) < gemm_ms(problem)
-        if shape.n >= 2304:
+        if gather_ms(problem, MIN_CREW) >= gemm_ms(problem):
+            assert plan.num_movers > MIN_CREW
+        if shape.n >= 3584:
             assert plan.num_movers == MIN_CREW
 
 
@@ -114,16 +123,12 @@ def test_a_small_gpu_has_the_least_crew_and_it_is_fitted(m):
 @pytest.mark.parametrize("layout", ["tn", "nn"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_crew_never_grows_with_width(world_size, layout):
-    # Except once, from the last width at which bytes decide to the first at which the GEMM does:
-    # only from there on more movers are worth their price.
-    sides = {True: [], False: []}
-    for n in range(256, 16384, 256):
-        problem = AgGemmProblem(8192, n, 4096, world_size, layout)
-        bytes_bound = gather_ms(problem, CREWS[-1]) >= gemm_ms(problem)
-        sides[bytes_bound].append(plan_ag_gemm(problem, H200).num_movers)
-    for crews in sides.values():
-        assert crews == sorted(crews, reverse=True)
-    assert sides[True][-1] > sides[False][-1]
+    crews = [
+        plan_ag_gemm(AgGemmProblem(8192, n, 4096, world_size, layout), H200).num_movers
+        for n in range(256, 16384, 256)
+    ]
+    assert crews == sorted(crews, reverse=True)
+    assert crews[0] > crews[-1]
 
 
 def test_narrow_layers_never_have_fewer_movers_than_very_wide_ones():
@@ -248,25 +253,24 @@ def test_no_rows_are_planned_too(world_size):
     assert (plan.split_k, plan.split_tiles, plan.claim_run) == (1, 0, 1)
 
 
-def test_units_are_small_enough_for_every_mover_to_have_several():
+def test_units_are_large_enough_to_pay_for_their_claim_and_not_larger():
     rng = random.Random()
     for _ in range(300):
         problem = random_problem(rng)
         plan = plan_ag_gemm(problem, H200)
-        row_bytes = 256 * problem.k * 2
-        share = problem.chunk_bytes / plan.movers_per_peer
-        unit = row_bytes / plan.slices
-        largest = max(MIN_UNIT_BYTES, min(UNIT_BYTES, share / UNITS_PER_MOVER))
-        assert unit <= largest or plan.slices == 256
-        # But no smaller than it takes: a claim and a flag have their price.
-        assert unit > 0.5 * (largest - 1) or plan.slices == 1
+        unit = 256 * problem.k * 2 / plan.slices
+        assert unit >= UNIT_BYTES or plan.slices == 1
+        assert unit < 2 * UNIT_BYTES or plan.slices == 256
+        # The count that completes a tile row: ranks with different caps have to agree on it.
+        capped = plan_ag_gemm(problem, H200, cap=rng.choice([100, 20, 5]))
+        assert capped.slices == plan.slices
 
 
 def test_slices_of_some_shapes():
     # A tile row of 8 MiB, a chunk of 512 of them: 16 units of half a MiB.
     assert plan_ag_gemm(AgGemmProblem(65536, 2304, 16384, 2), H200).slices == 16
-    # A tile row of 128 KiB, a chunk of one: two units of 64 KiB.
-    assert plan_ag_gemm(AgGemmProblem(512, 768, 256, 2), H200).slices == 2
+    # A tile row of 128 KiB is one unit.
+    assert plan_ag_gemm(AgGemmProblem(512, 768, 256, 2), H200).slices == 1
     # Never thinner than a row.
     assert plan_ag_gemm(AgGemmProblem(8, 8, 8 * MIB, 1), H200).slices == 256
 

@@ -1,7 +1,6 @@
 """The packaged H200 figures against what two of them were measured at."""
 
 import json
-import math
 import statistics
 from pathlib import Path
 
@@ -10,62 +9,72 @@ from kosmos_heuristics import AgGemmProblem, can_fuse, estimate, load_machine, p
 
 H200 = load_machine("h200")
 DATA = json.loads((Path(__file__).parent / "data" / "h200_ag_gemm.json").read_text("utf-8"))
-ROWS = [(AgGemmProblem(row["m"], row["n"], row["k"], 2), row) for row in DATA["rows"]]
+FITTED, OTHER = (run["rows"] for run in DATA["runs"])
 LAYERS = [(13312, 16384), (2304, 16384), (7168, 8192), (1280, 8192), (3584, 4096), (768, 4096)]
+SIZES = {(m, n, k) for m in (8192, 16384, 32768, 65536) for n, k in LAYERS}
+
+
+def problem_of(row):
+    return AgGemmProblem(row["m"], row["n"], row["k"], 2)
 
 
 def predict(problem, **arguments):
     return estimate(problem, H200, plan_ag_gemm(problem, H200, **arguments))
 
 
-def predictions():
-    """A row with what is predicted for the crew it was measured with."""
-    for problem, row in ROWS:
-        yield row, predict(problem, movers_per_peer=row["movers"])
-
-
-def errors(predicted, measured):
-    """Relative errors over all rows, signed."""
-    return [getattr(found, predicted) / row[measured] - 1 for row, found in predictions()]
+def errors(rows, predicted, measured):
+    """Relative errors, signed; of the plan with the crew that the row was measured with."""
+    found = [predict(problem_of(row), movers_per_peer=row["movers"]) for row in rows]
+    return [
+        getattr(item, predicted) / row[measured] - 1 for item, row in zip(found, rows, strict=True)
+    ]
 
 
 def test_rows_are_the_table():
-    sizes = {(problem.m, problem.n, problem.k) for problem, _ in ROWS}
-    wanted = {(m, n, k) for m in (8192, 16384, 32768, 65536) for n, k in LAYERS}
-    assert sizes == wanted - {(65536, 13312, 16384)}
-    assert len(ROWS) == len(sizes)
-    for _, row in ROWS:
-        assert row["gemm_ms"] < row["fused_ms"] < row["serial_ms"]
+    assert [run["fitted"] for run in DATA["runs"]] == [True, False]
+    for rows, missing in ((FITTED, {(65536, 13312, 16384)}), (OTHER, set())):
+        assert {(row["m"], row["n"], row["k"]) for row in rows} == SIZES - missing
+        assert len(rows) == len(SIZES - missing)
+        for row in rows:
+            assert row["gemm_ms"] < row["fused_ms"] < row["serial_ms"]
 
 
 @pytest.mark.parametrize(
     ("predicted", "measured", "worst", "median", "bias"),
     [
-        ("time_ms", "fused_ms", 0.10, 0.05, 0.03),
-        ("baseline_ms", "serial_ms", 0.09, 0.05, 0.03),
+        ("time_ms", "fused_ms", 0.10, 0.06, 0.03),
+        ("baseline_ms", "serial_ms", 0.10, 0.05, 0.03),
         # One rate for all sizes: cuBLAS ran at 636 to 788 TFLOPS, the short calls fastest.
         ("gemm_ms", "gemm_ms", 0.14, 0.05, 0.03),
     ],
 )
-def test_times_are_predicted(predicted, measured, worst, median, bias):
-    found = errors(predicted, measured)
+def test_times_of_the_run_that_was_fitted(predicted, measured, worst, median, bias):
+    found = errors(FITTED, predicted, measured)
     assert max(map(abs, found)) < worst
     assert statistics.median(map(abs, found)) < median
     assert abs(statistics.mean(found)) < bias
 
 
-def test_speed_ups_are_predicted():
-    ratios = []
-    for row, predicted in predictions():
-        gain = predicted.baseline_ms / predicted.time_ms
-        ratios.append(gain / (row["serial_ms"] / row["fused_ms"]))
-    assert max(abs(ratio - 1) for ratio in ratios) < 0.13
-    assert abs(statistics.mean(map(math.log, ratios))) < 0.02
+@pytest.mark.parametrize(
+    ("predicted", "measured", "worst", "median", "bias"),
+    [
+        ("time_ms", "fused_ms", 0.13, 0.08, 0.04),
+        # The unfused path took up to 16 % less time in this run.
+        ("baseline_ms", "serial_ms", 0.14, 0.05, 0.04),
+        ("gemm_ms", "gemm_ms", 0.15, 0.05, 0.04),
+    ],
+)
+def test_times_of_a_run_that_nothing_was_fitted_to(predicted, measured, worst, median, bias):
+    found = errors(OTHER, predicted, measured)
+    assert max(map(abs, found)) < worst
+    assert statistics.median(map(abs, found)) < median
+    assert abs(statistics.mean(found)) < bias
 
 
 def test_nothing_that_gained_is_declined():
-    for problem, row in ROWS:
+    for row in FITTED + OTHER:
         assert row["fused_ms"] < row["serial_ms"]
+        problem = problem_of(row)
         assert can_fuse(problem, H200, plan_ag_gemm(problem, H200)) is None
 
 
@@ -82,7 +91,7 @@ def test_few_rows_are_declined_and_many_are_not(n, k, world_size):
     assert all(verdicts[9:])
 
 
-def test_a_decline_costs_what_was_predicted():
+def test_a_decline_says_what_was_predicted():
     problem = AgGemmProblem(256, 7168, 8192, 2)
     predicted = predict(problem)
     declined = can_fuse(problem, H200, plan_ag_gemm(problem, H200))

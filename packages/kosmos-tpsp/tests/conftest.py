@@ -12,7 +12,7 @@ from kosmos_core.worlds import cpu_world
 
 @pytest.fixture
 def on_cpu() -> Callable[..., list[Any]]:
-    """Runs `host(rank, world, *arguments)` on virtual ranks, with every check of the executor on."""
+    """Runs `host(rank, world, *arguments)` on the executor with every check on."""
 
     def run(size: int, host: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         checked: dict[str, Any] = {

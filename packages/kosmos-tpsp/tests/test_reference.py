@@ -9,7 +9,7 @@ import pytest
 import torch
 from kosmos_core.worlds import World, reference_world
 from kosmos_tpsp import reference
-from kosmos_tpsp.cli.calls import TOLERANCE, Ledger, compare, same_bits
+from kosmos_tpsp.cli.calls import TOLERANCE, Call, Ledger, compare, same_bits
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -79,8 +79,13 @@ def test_bits_are_compared_and_not_values() -> None:
     nan = torch.full((2,), float("nan"), dtype=torch.bfloat16)
     assert not same_bits(zero, -zero)
     assert same_bits(nan, nan.clone())
+    one, other = Call(1, 1, 2), Call(1, 1, 2, data=1)
     ledger = Ledger()
-    assert ledger.repeats("a", zero) is None
-    assert ledger.repeats("a", zero.clone()) is True
-    assert ledger.repeats("a", -zero) is False
-    assert ledger.repeats("b", -zero) is None
+    assert ledger.repeats(one, 0, zero) is None
+    assert ledger.repeats(one, 0, zero.clone()) is True
+    assert ledger.repeats(one, 0, -zero) is False
+    assert ledger.repeats(one, 1, -zero) is None
+    assert ledger.repeats(other, 0, -zero) is None
+    only = Ledger({other})
+    assert [only.repeats(one, 0, zero) for _ in range(2)] == [None, None]
+    assert [only.repeats(other, 0, zero) for _ in range(2)] == [None, True]

@@ -94,7 +94,7 @@ def test_destroying_twice_is_destroying_once(on_cpu: OnCpu) -> None:
         workspace.check()
         workspace.synchronize()
         with pytest.raises(WorkspaceError, match="destroyed"):
-            workspace.ensure_alive()
+            workspace.ensure_usable()
 
     on_cpu(2, host)
 
@@ -220,7 +220,7 @@ def test_nothing_is_left_of_200_destroyed_workspaces() -> None:
     held = []
     for _ in range(CYCLES):
         workspace = TpSpWorkspace(world, 1024, 64, trace_events=8)
-        workspace.partials(4, 2, 16, 16)
+        workspace.reserve_partials(4, 2, 16, 16)
         workspace.destroy()
         held.append(workspace)
     gc.collect()

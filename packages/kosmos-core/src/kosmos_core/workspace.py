@@ -297,13 +297,13 @@ class Workspace:
             _ABANDONED.append(self)
 
     def ensure_usable(self) -> None:
-        """Raises WorkspaceError once the workspace is destroyed, or on another rank than its own."""
+        """Raises WorkspaceError if the workspace is destroyed, or of another rank."""
         if self._destroyed:
             raise WorkspaceError("workspace: it is destroyed; create a new one on every rank")
         if self.world.rank != self.rank:
             raise WorkspaceError(
-                f"workspace: it belongs to rank {self.rank}, got rank {self.world.rank}; every rank "
-                "uses the one that it created"
+                f"workspace: it belongs to rank {self.rank}, got rank {self.world.rank}; "
+                "every rank uses the one that it created"
             )
 
     # ------------------------------------------------------------------ calls
@@ -348,6 +348,8 @@ class Workspace:
         """
         if self._destroyed or not self.world.fused or self.world.size == 1:
             return
+        if self.world.rank != self.rank:
+            return  # its words belong to another rank; nobody waits for this rank's call on it
         self.last_op = op
         code = int(layout.FAULT.value)
         args = (self.context(), code, reason)

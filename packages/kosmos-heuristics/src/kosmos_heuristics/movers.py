@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp
 
 from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.machine import Machine
@@ -21,17 +20,17 @@ B3_MOVERS_NARROW = 8
 # Two movers share a tile row, so that counters above 1 are exercised on the CPU too.
 EXECUTOR_MOVERS_PER_PEER = 2
 
-# Rules from curves, fitted to ag_gemm on two H200s (docs/decisions/0003-h200-rules.md).
-# Beside builders, which load the memory system, c movers bring 1 - exp(-c / LOADED_CREW) of the
-# transport's peak.
-LOADED_CREW = 10.0
+# Rules from curves, fitted to ag_gemm on two pairs of H200s (docs/decisions/0003-h200-rules.md).
+# Beside builders, which load the memory system, it takes so many movers to bring the transport's
+# peak; fewer bring their share of it.
+SATURATING_CREW = 24
+# Tiles that are still built one after the other once the last unit has arrived.
+TILES_AFTER_ARRIVAL = 1.5
 # Crews that are considered, in WGs over all peers: from MIN_CREW in steps, up to half the WGs.
 MIN_CREW = 8
 CREW_QUANTUM = 4
-# The smallest crew is taken whose predicted time is this close to the best; where bytes decide,
-# more movers bring ever less and are dearer than predicted.
-CLOSE = 1.03
-CLOSE_BYTES = 1.08
+# The smallest crew is taken whose predicted time is this close to the best.
+CLOSE = 1.01
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ def gather_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: in
     """Milliseconds in which a crew gathers everything while others build; 0 without peers."""
     if problem.num_peers == 0:
         return 0.0
-    loaded = 1.0 - exp(-crew / LOADED_CREW)
-    return problem.remote_bytes / (loaded * machine.peak_gbps(transport, problem.num_peers) * 1e6)
+    share = min(1.0, crew / SATURATING_CREW)
+    return problem.remote_bytes / (share * machine.peak_gbps(transport, problem.num_peers) * 1e6)
 
 
 def gemm_ms(problem: AgGemmProblem, machine: Machine) -> float:
@@ -82,26 +81,24 @@ def gemm_ms(problem: AgGemmProblem, machine: Machine) -> float:
 def _fused_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
     """Milliseconds of a call with a crew, as far as the crew decides them.
 
-    The longer of transport, which is followed by at least one tile, and of building, from which
-    the crew is missing while it gathers.
+    The longer of transport, which ``TILES_AFTER_ARRIVAL`` tiles follow, and of building, from which
+    the crew is missing while it gathers: up to ``SATURATING_CREW`` equally much with any crew.
     """
     gather = gather_ms(problem, machine, transport, crew)
     gemm = gemm_ms(problem, machine)
     tiles = max(1.0, problem.m / machine.tile.block_m * problem.n / machine.tile.block_n)
     tile_ms = gemm * machine.num_wgs / tiles
-    return max(gather + tile_ms, gemm + gather * crew / machine.num_wgs)
+    return max(gather + TILES_AFTER_ARRIVAL * tile_ms, gemm + gather * crew / machine.num_wgs)
 
 
 def _from_curves(problem: AgGemmProblem, machine: Machine, transport: str) -> MoverChoice:
     crews = range(MIN_CREW, max(MIN_CREW, machine.num_wgs // 2) + 1, CREW_QUANTUM)
-    gathers = {crew: gather_ms(problem, machine, transport, crew) for crew in crews}
     times = {crew: _fused_ms(problem, machine, transport, crew) for crew in crews}
-    gemm = gemm_ms(problem, machine)
-    close = CLOSE_BYTES if gathers[crews[-1]] >= gemm else CLOSE
-    crew = next(crew for crew in crews if times[crew] <= close * min(times.values()))
-    decides = "bytes decide" if gathers[crew] >= gemm else "GEMM decides"
+    crew = next(crew for crew in crews if times[crew] <= CLOSE * min(times.values()))
+    gather, gemm = gather_ms(problem, machine, transport, crew), gemm_ms(problem, machine)
+    decides = "bytes decide" if gather >= gemm else "GEMM decides"
     rule = (
-        f"curve: {decides} (gather {gathers[crew]:.3f} ms, GEMM {gemm:.3f} ms), "
+        f"curve: {decides} (gather {gather:.3f} ms, GEMM {gemm:.3f} ms), "
         f"{crew} WGs over {problem.num_peers} peers"
     )
     return MoverChoice(cdiv(crew, problem.num_peers), rule, machine.source(transport))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.explain import Reason
 from kosmos_heuristics.machine import Machine
-from kosmos_heuristics.movers import gather_ms, gemm_ms
+from kosmos_heuristics.movers import SATURATING_CREW, gather_ms, gemm_ms
 from kosmos_heuristics.parts import TileShape
 from kosmos_heuristics.problems import AgGemmProblem
 
@@ -33,11 +33,9 @@ FEW_WAVES = 2.0
 # have the fewest operand bytes (the paper's rule set and small tiles: half as many rows).
 GROUP_M = 8
 GROUP_M_H200 = 16
-# A mover's unit is at most this large, and small enough that each mover has this many of them: a
-# claim and a flag cost as much as 60 KB of transport, but large units arrive in bursts.
+# A mover's unit is this large or up to twice as large: its claim and its flag cost as much as 60 KB
+# of transport.
 UNIT_BYTES = 512 * 1024
-MIN_UNIT_BYTES = 64 * 1024
-UNITS_PER_MOVER = 8
 # Tile rows are swept together only where the gather runs well ahead of the builders: the GEMM
 # takes at least this many times as long as the bytes.
 SWEEP_AHEAD = 4.0
@@ -195,9 +193,8 @@ def choose_slices(
 ) -> tuple[int, Reason]:
     """Mover units per tile row, a power of two that divides the tile row.
 
-    Rule set ``h200``: units of at most ``UNIT_BYTES``, ``UNITS_PER_MOVER`` or more for each mover.
-    Others: a slice for each mover of a peer, so that all of them work on one tile row, each slice a
-    copy step or more.
+    Rule set ``h200``: units of about ``UNIT_BYTES``, rather larger than smaller. Others: a slice for
+    each mover of a peer, so that all of them work on one tile row, each slice a copy step or more.
 
     Args:
         problem: Sizes of the call.
@@ -209,17 +206,16 @@ def choose_slices(
     """
     row_elements = tile_row_rows * problem.k
     if machine.rule_set == "h200":
-        share = problem.chunk_bytes // max(1, movers * UNITS_PER_MOVER)
-        unit = max(MIN_UNIT_BYTES, min(UNIT_BYTES, share))
-        # Rounded up to a power of two: units are smaller rather than larger.
-        slices = 1 << (cdiv(row_elements * problem.element_bytes, unit) - 1).bit_length()
-        why, source = f"units of {unit >> 10} KiB or less", RULES_SOURCE
+        most = row_elements * problem.element_bytes // UNIT_BYTES
+        why, source = f"units of about {UNIT_BYTES >> 10} KiB", RULES_SOURCE
     else:
-        most = max(1, min(movers, row_elements // copy_elements))
-        slices = 1 << (most.bit_length() - 1)
+        most = min(movers, row_elements // copy_elements)
         why = f"up to {movers} movers a peer, a copy step or more"
         source = "paper section 3.2: a mover takes one slice of a tile row"
-    return min(slices, tile_row_rows), Reason("slices", f"power of two, {why}", source)
+    slices = 1
+    while slices * 2 <= min(most, tile_row_rows):
+        slices *= 2
+    return slices, Reason("slices", f"power of two, {why}", source)
 
 
 def choose_groups(
@@ -231,7 +227,7 @@ def choose_groups(
     if machine.rule_set != "h200":
         why = "one tile row at a time, in gather order"
         return group_m, 1, (local, Reason("group_rows", why, "paper section 3.2"))
-    bytes_ms = problem.remote_bytes / (machine.peak_gbps(transport, problem.num_peers) * 1e6)
+    bytes_ms = gather_ms(problem, machine, transport, SATURATING_CREW)
     ahead = 0 < bytes_ms * SWEEP_AHEAD <= gemm_ms(problem, machine)
     row_blocks = max(1, tile_row_rows // tile.block_m)
     group_rows = max(1, group_m // row_blocks) if ahead else 1

@@ -22,10 +22,11 @@ from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 
 SMALL = ["--m", "96", "--n", "40", "--k", "64"]
-KEYS = (
-    "op world m n k dtype layout policy order transport cap schedules calls path kernel_launches "
-    "remote_bytes max_rel_err bitwise_repeat races deadlocks passed"
-).split()
+KEYS = [
+    "op", "world", "m", "n", "k", "dtype", "layout", "policy", "order", "transport", "cap",
+    "schedules", "calls", "path", "kernel_launches", "remote_bytes", "max_rel_err",
+    "bitwise_repeat", "races", "deadlocks", "passed",
+]  # fmt: skip
 
 
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:

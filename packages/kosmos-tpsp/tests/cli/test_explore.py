@@ -1,4 +1,4 @@
-"""`explore`: a slice of the exploration, and that a finding is reported so that it can be repeated."""
+"""`explore`: a slice of the exploration, and that a finding can be repeated as it says."""
 
 from __future__ import annotations
 

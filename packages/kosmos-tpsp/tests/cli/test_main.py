@@ -1,4 +1,4 @@
-"""The command group: commands are found by name, a missing one leaves the others, errors are lines."""
+"""The command group: found by name, whole without one of its commands, errors in a line."""
 
 from __future__ import annotations
 

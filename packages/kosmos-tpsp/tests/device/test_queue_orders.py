@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from kosmos_core.device.layout import Call
+from kosmos_core.device.layout import Call, Context
 from kosmos_core.device.tiles import Grid, claim_tiles, gathered_tile, num_gathered_tiles
 from kosmos_core.executor import Executor, PriorityRandom, Random
 from kosmos_heuristics.orders import MoverQueue, TileQueue
+from kosmos_tpsp.device.config import AgGemmConfig
 from kosmos_tpsp.device.gather import unit_place, unit_target
 from kosmos_tpsp.ops.ag_gemm import ORDERS, TRANSPORTS
-
-# Host functions of the device's names, for kernels to call.
-ROWS, COLUMNS = 4, 3
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def number_tiles_kernel(
     grid = Grid(chunk_rows, tile_rows, columns)
     total = num_gathered_tiles(grid, ORDER, WORLD, TILE_ROW_ROWS, BLOCK_M)
     tl.store(out_ptr, total)
-    for index in range(0, tl.minimum(total, count)):
+    for index in range(tl.minimum(total, count)):
         tile = gathered_tile(
             index, grid, rank, ORDER, WORLD, TILE_ROW_ROWS, BLOCK_M, GROUP_M, GROUP_ROWS
         )
@@ -71,6 +70,8 @@ def draw_queue(seed: int) -> TileQueue:
         rank=rng.randrange(world_size),
         chunk_rows=rng.choice((1, 15, 16, 17, 40, 64, 100, 129)),
         n=rng.choice((1, 16, 31, 32, 33, 100)),
+        k=16,
+        block_k=16,
         block_m=block_m,
         block_n=rng.choice((16, 32)),
         tile_row_rows=block_m * rng.choice((1, 2, 4)),
@@ -95,10 +96,8 @@ def test_tiles_are_numbered_as_the_heuristics_number_them(seed: int) -> None:
 
 
 def test_another_order_is_another_numbering() -> None:
-    queues = [
-        TileQueue(3, 1, 64, 64, 16, 32, 32, 2, 1, order)
-        for order in ("local_first", "chunk_major", "naive")
-    ]
+    first = draw_queue(2)
+    queues = [replace(first, order=order, chunk_rows=129, n=100) for order in ORDERS]
     assert len({tuple(numbered(queue)[1]) for queue in queues}) == 3
 
 
@@ -114,7 +113,7 @@ def number_units_kernel(
     zero = rank * 0
     wide = zero.to(tl.int64)
     call = Call(rank, zero, zero, wide, zero, table_ptr, table_ptr, wide)
-    for unit in range(0, count):
+    for unit in range(count):
         tile_row, part, step = unit_place(ctx, unit, CONFIG)
         peer, _ = unit_target(ctx, call, tile_row, step, CONFIG)
         tl.store(out_ptr + 3 * unit, peer)
@@ -141,14 +140,13 @@ def test_mover_units_are_numbered_as_the_heuristics_number_them(
         assert found == [tuple(queue.unit(i)) for i in range(queue.num_units)]
         # Neighbouring units use different links.
         peers = [place[0] for place in found]
-        assert all(len(set(peers[i : i + size - 1])) == size - 1 for i in range(0, len(peers), size - 1))
+        runs = [peers[i : i + size - 1] for i in range(0, len(peers), size - 1)]
+        assert all(len(set(run)) == size - 1 for run in runs)
 
 
 @pytest.fixture
 def unit_structs() -> Any:
     """Makes the structs that the numbering of units reads."""
-    from kosmos_core.device.layout import Context
-    from kosmos_tpsp.device.config import AgGemmConfig
 
     def make(transport: Any, slices: int, size: int, table: torch.Tensor) -> tuple[Any, Any]:
         unused = dict.fromkeys(AgGemmConfig._fields, tl.constexpr(0))

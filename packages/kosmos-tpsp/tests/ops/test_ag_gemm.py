@@ -17,7 +17,7 @@ from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call, prepa
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 OnCpu = Callable[..., list[Any]]
-# (rows of a rank, n, k): ragged in every dimension, more than one tile row, fewer rows than a slice.
+# (rows of a rank, n, k): ragged everywhere, several tile rows, fewer rows than a slice.
 SHAPES = ((40, 40, 64), (5, 24, 40), (72, 8, 8))
 
 

@@ -128,7 +128,7 @@ class World(abc.ABC):
         """Waits until everything this rank launched has ended."""
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Tells the world that a tensor from `symmetric`, `local` or `host_visible` is done with."""
+        """Tells the world that a tensor that it made is done with."""
         return
 
     def order_after(self, stream: Any) -> None:

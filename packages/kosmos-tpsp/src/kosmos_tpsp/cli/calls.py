@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -78,10 +79,13 @@ class Operands:
         seed: of all operands.
         size: number of ranks.
         device: where they live; equal devices draw equal numbers.
+        keep: products that are kept.
     """
 
-    def __init__(self, seed: int, size: int, device: torch.device) -> None:
+    def __init__(self, seed: int, size: int, device: torch.device, keep: int = 0) -> None:
         self.size = size
+        self._keep = keep
+        self._products: dict[tuple[Call, int], torch.Tensor] = {}
         self._seed = seed
         self._device = device
 
@@ -107,6 +111,14 @@ class Operands:
 
     def product(self, call: Call, rank: int) -> torch.Tensor:
         """[m, n] float64, what `rank` must compute."""
+        product = self._products.get((call, rank))
+        if product is None:
+            product = self._multiply(call, rank)
+            if len(self._products) < self._keep:
+                self._products[call, rank] = product
+        return product
+
+    def _multiply(self, call: Call, rank: int) -> torch.Tensor:
         w = self.w(call, rank).double()
         return self.gathered(call).double() @ (w.t() if call.options.layout == "tn" else w)
 
@@ -126,10 +138,12 @@ def compare(out: torch.Tensor, wanted: torch.Tensor) -> tuple[float, str]:
     tiny = torch.finfo(torch.float64).tiny
     rows = difference.norm(dim=1) / wanted.norm(dim=1).clamp_min(tiny)
     # A row with a NaN must count as the worst.
-    rows = rows.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    infinite = float("inf")
+    rows = rows.nan_to_num(nan=infinite, posinf=infinite)
     row = int(rows.argmax())
     worst = float(rows[row])
-    total = float((difference.norm() / wanted.norm().clamp_min(tiny)).nan_to_num(nan=float("inf"), posinf=float("inf")))
+    total = difference.norm() / wanted.norm().clamp_min(tiny)
+    total = float(total.nan_to_num(nan=infinite, posinf=infinite))
     if worst > TOLERANCE or total > TOLERANCE:
         count = int((rows > TOLERANCE).sum())
         return total, f"{count} of {len(rows)} rows wrong, row {row} by {worst:.3g}"
@@ -137,18 +151,24 @@ def compare(out: torch.Tensor, wanted: torch.Tensor) -> tuple[float, str]:
 
 
 class Ledger:
-    """First output of each key, to compare later ones with bit by bit."""
+    """First output of each key, to compare later ones with bit by bit.
 
-    def __init__(self) -> None:
-        self._first: dict[object, torch.Tensor] = {}
+    Args:
+        only: calls whose outputs are kept; None keeps all.
+    """
 
-    def repeats(self, key: object, out: torch.Tensor) -> bool | None:
-        """Whether `out` has the bits of the first output of `key`; None for the first one."""
-        first = self._first.get(key)
-        if first is None:
-            self._first[key] = out.clone()
-            return None
-        return same_bits(first, out)
+    def __init__(self, only: Collection[Call] | None = None) -> None:
+        self._only = only
+        self._first: dict[tuple[Call, int], torch.Tensor] = {}
+
+    def repeats(self, call: Call, rank: int, out: torch.Tensor) -> bool | None:
+        """Whether `out` has the bits of the first output of the call; None for the first one."""
+        first = self._first.get((call, rank))
+        if first is not None:
+            return same_bits(first, out)
+        if self._only is None or call in self._only:
+            self._first[call, rank] = out.clone()
+        return None
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

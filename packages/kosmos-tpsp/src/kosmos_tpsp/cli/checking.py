@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from kosmos_core.errors import WorldError
 from kosmos_core.worlds import World, gpu_world, group_world
 
-from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.calls import Call, Ledger
 from kosmos_tpsp.cli.cases import sequence, shapes
 from kosmos_tpsp.cli.killed import check_killed_rank
 from kosmos_tpsp.cli.report import Report, case_of
@@ -70,7 +71,10 @@ def run_request(request: Request) -> tuple[Report, bool]:
 def _rig(request: Request, options: AgGemmOptions) -> Rig:
     wanted = shapes(request.m, request.n, request.k, request.size)
     calls = sequence(wanted, request.calls, options)
-    return Rig(calls, seed=request.seed, timeout_s=TIMEOUT_S)
+    # One run's own repetitions; the schedules of the executor are compared with each other, too.
+    again = {call for call, count in Counter(calls).items() if count > 1}
+    ledger = Ledger(None if request.kind == "cpu" else again)
+    return Rig(calls, seed=request.seed, timeout_s=TIMEOUT_S, ledger=ledger)
 
 
 def _cpu_runs(request: Request, options: AgGemmOptions) -> list[Run]:
@@ -141,6 +145,9 @@ def _sleeper(request: Request, world: World) -> Callable[[int, int], None] | Non
     """With --delay: before each call one rank's stream sleeps for a while."""
     if not request.delay or world.device.type != "cuda":
         return None
+    # Its module is loaded now, not while a peer waits.
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
 
     def sleep(rank: int, index: int) -> None:
         rng = random.Random(f"delay {request.seed} {index}")

@@ -410,6 +410,16 @@ _ABORTS = [
         ((flags.abort_all, "SIGNAL, r, tl.int64) + ABORT", "SIGNAL, rank, tl.int64) + ABORT"),),
         trouble="bad_argument",
     ),
+    Plant(
+        "zeroed_after_abort",
+        "bounded waits",
+        "counters that late arrivals may still reach are zeroed once the call is aborted",
+        ((barrier.call_clean, "if standing.ok != 0:", "if standing.ok >= 0:"),),
+        shapes=((40, 24, 40), (24, 24, 40), (72, 24, 40)),
+        ranks=3,
+        choices=PUSH,
+        trouble="expiry",
+    ),
 ]
 
 PLANTS: dict[str, Plant] = {

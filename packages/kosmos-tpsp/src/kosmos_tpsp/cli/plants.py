@@ -13,6 +13,7 @@ from typing import Any
 from kosmos_core.executor import DataRace, Deadlock, KernelFault, Mutation
 
 from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.expiry import BOUNDS_US, Expiry, expire_on_cpu
 from kosmos_tpsp.cli.killed import trouble_on_cpu
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
@@ -60,7 +61,7 @@ class Plant:
         each: further options of each call, in order; empty where all are alike.
         fixed: fields of the schedules that are not drawn.
         wgs: workgroups of a rank.
-        trouble: what goes wrong besides (`Trouble.kind`), "" if nothing does.
+        trouble: what goes wrong besides (`Trouble.kind`, or "expiry"), "" if nothing does.
     """
 
     name: str
@@ -104,6 +105,9 @@ class Plant:
             return run_on_cpu(
                 self.ranks, Rig(self.calls), schedule, wgs=self.wgs, mutations=mutations
             )
+        if self.trouble == "expiry":
+            expiry = Expiry(self.calls, BOUNDS_US[seed % len(BOUNDS_US)])
+            return expire_on_cpu(expiry, self.ranks, schedule, wgs=self.wgs, mutations=mutations)[0]
         trouble = Trouble(self.calls[:2], victim=seed % self.ranks, kind=self.trouble)
         run, seen = trouble_on_cpu(trouble, self.ranks, schedule, wgs=self.wgs, mutations=mutations)
         run.remarks += [f"rank {w.rank}: {text}" for w in seen for text in w.problems]

@@ -15,7 +15,13 @@ from kosmos_heuristics import Machine
 
 from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, Prepared, ag_gemm, describe_call
+from kosmos_tpsp.ops.ag_gemm import (
+    AgGemmOptions,
+    Prepared,
+    ag_gemm,
+    describe_call,
+    prepare_ag_gemm,
+)
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # Calls that are issued before the host waits for any of them, where launches do not block.
@@ -95,6 +101,7 @@ class Rig:
         timeout_s: bound of every wait.
         machine: machine model for the plans; None takes the world's.
         queued: on the executor, launches wait in a stream's queue and do not block the host.
+        keep: products of operands that are kept for later calls on the same ones.
         delay: called with (rank, index of the call) before each call.
         ledger: first outputs, shared by rigs whose outputs must be equal.
         progress: index of the call each rank has come to.
@@ -107,6 +114,7 @@ class Rig:
     timeout_s: float = 120.0
     machine: Machine | None = None
     queued: bool = False
+    keep: int = 0
     delay: Callable[[int, int], None] | None = None
     ledger: Ledger = field(default_factory=Ledger)
     progress: dict[int, int] = field(default_factory=dict)
@@ -116,8 +124,8 @@ class Rig:
         return self.calls[min(self.progress.values())].shape if self.progress else None
 
     def workspace(self, world: World) -> TpSpWorkspace:
-        """Collective: a workspace that all calls fit in."""
-        return TpSpWorkspace(
+        """Collective: a workspace that all calls fit in, its regions full of NaN."""
+        workspace = TpSpWorkspace(
             world,
             max([world.size, *(call.m for call in self.calls)]),
             max([8, *(call.k for call in self.calls)]),
@@ -125,6 +133,12 @@ class Rig:
             timeout_s=self.timeout_s,
             first_epoch=self.first_epoch,
         )
+        # Whatever is read before it has been written shows.
+        for region in workspace.regions if world.fused else ():
+            for copy in range(region.depth):
+                workspace.buffer(region.row + copy).fill_(float("nan"))
+        world.barrier()
+        return workspace
 
     def options(self, call: Call, rank: int) -> AgGemmOptions:
         """The call's options as `rank` gives them."""
@@ -138,13 +152,22 @@ class Rig:
         Raises:
             PeerError: a call was given up.
         """
-        operands = Operands(self.seed, world.size, world.device)
+        operands = Operands(self.seed, world.size, world.device, self.keep)
         verdicts: list[Verdict] = []
         workspace = self.workspace(world)
+        if world.device.type == "cuda":
+            self._prepare(rank, workspace)
         for first in range(0, len(self.calls), ROUND):
             verdicts += self._round(rank, workspace, operands, meter, first)
         workspace.destroy()
         return verdicts
+
+    def _prepare(self, rank: int, workspace: TpSpWorkspace) -> None:
+        # Virtual ranks of one GPU: a module that is loaded while a peer's kernel waits for this rank
+        # would wait for that kernel.
+        for call in dict.fromkeys(replace(call, data=0) for call in self.calls):
+            rows = call.m // workspace.world.size
+            prepare_ag_gemm(workspace, rows, call.n, call.k, self.options(call, rank))
 
     def _round(
         self, rank: int, workspace: TpSpWorkspace, operands: Operands, meter: Meter, first: int
@@ -155,6 +178,9 @@ class Rig:
         outs = [
             torch.full((c.m, c.n), float("nan"), dtype=torch.bfloat16, device=device) for c in calls
         ]
+        # For the same reason nobody calls before all have made their operands.
+        workspace.synchronize()
+        workspace.world.barrier()
         results, launches = [], []
         moved = meter.moved(rank)
         for i, (call, (x, w), out) in enumerate(zip(calls, given, outs, strict=True)):
@@ -193,7 +219,7 @@ class Rig:
         wanted = 0 if call.m == 0 else len(prepared.configs)
         if not problem and fused and launches != wanted:
             problem = f"{launches} launches instead of {wanted}"
-        repeated = self.ledger.repeats((call, rank), out)
+        repeated = self.ledger.repeats(call, rank, out)
         if not problem and repeated is False:
             problem = "other bits than the same call before"
         path, transport = "fused" if fused else "reference", prepared.plan.transport

@@ -68,12 +68,14 @@ class Outcome:
         call: the call.
         out: its output, whatever is in it.
         error: what it raised.
+        returned: whether the call itself raised nothing, so that its output counts.
         seconds: how long it took, device time on the executor.
     """
 
     call: Call
     out: torch.Tensor
     error: KosmosError | None
+    returned: bool
     seconds: float
 
 
@@ -174,6 +176,8 @@ class Trouble:
         bound = (TIMEOUT_S if self.kind == "killed" else 0.0) + GRACE_S
         if outcome.seconds > bound:
             seen.problems.append(f"left after {outcome.seconds:.1f} s instead of {bound:.1f} s")
+        if not outcome.returned:
+            return
         product = operands.product(outcome.call, seen.rank)
         missing = outcome.out.isnan()
         if not missing.any():
@@ -199,12 +203,14 @@ def _make(call: Call, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace
     out = torch.zeros((call.m, call.n), dtype=torch.bfloat16, device=workspace.world.device)
     begin = _seconds(workspace.world)
     failed: KosmosError | None = None
+    returned = False
     try:
         ag_gemm(x, w, workspace, out=out, options=call.options)
+        returned = True
         workspace.synchronize()
     except KosmosError as error:
         failed = error
-    return Outcome(call, out, failed, _seconds(workspace.world) - begin)
+    return Outcome(call, out, failed, returned, _seconds(workspace.world) - begin)
 
 
 def _seconds(world: World) -> float:

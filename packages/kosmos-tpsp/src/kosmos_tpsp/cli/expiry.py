@@ -1,0 +1,121 @@
+"""Bounds so short that waits expire anywhere within calls: what is left must be right or NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from kosmos_core.device import barrier
+from kosmos_core.errors import KosmosError, PeerError, PeerTimeoutError
+from kosmos_core.executor import Executor, ExecutorError, Mutation
+from kosmos_core.worlds import World, cpu_world
+
+from kosmos_tpsp.cli.calls import Call, Operands, compare
+from kosmos_tpsp.cli.rig import Rig, Run
+from kosmos_tpsp.cli.schedules import Schedule
+from kosmos_tpsp.ops.ag_gemm import ag_gemm
+
+# A bound counted in microseconds and not in milliseconds: the executor's clock moves by one a step.
+SHORT_EDIT = (barrier.call_enter, "to(tl.int64) * 1000000", "to(tl.int64) * 1000")
+BOUNDS_US = (5, 20, 50, 150)
+
+
+@dataclass
+class Left:
+    """What one rank was left with.
+
+    Attributes:
+        rank: the rank.
+        error: what it was told, None if all its calls succeeded.
+        problems: what was not as it must be.
+    """
+
+    rank: int
+    error: PeerError | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """Calls under a bound that may expire.
+
+    Attributes:
+        calls: in order.
+        bound_us: bound of every wait in microseconds.
+    """
+
+    calls: Sequence[Call]
+    bound_us: int
+
+    def host(self, rank: int, world: World) -> Left:
+        """Makes the calls until one raises, and looks at every output."""
+        left = Left(rank)
+        operands = Operands(0, world.size, world.device)
+        workspace = Rig(self.calls, timeout_s=self.bound_us * 1e-3).workspace(world)
+        outs = [torch.zeros(call.m, call.n, dtype=torch.bfloat16) for call in self.calls]
+        made = 0
+        try:
+            for call, out in zip(self.calls, outs, strict=True):
+                x, w = operands.x(call, rank), operands.w(call, rank)
+                ag_gemm(x, w, workspace, out=out, options=call.options)
+                made += 1
+            workspace.synchronize()
+        except PeerError as error:
+            left.error = error
+            world.synchronize()
+        if left.error is not None and type(left.error) is not PeerTimeoutError:
+            left.problems.append(f"wanted PeerTimeoutError, got {left.error!r}")
+        for call, out in zip(self.calls[:made], outs, strict=False):
+            wanted = operands.product(call, rank)
+            known = torch.where(out.isnan(), wanted.to(torch.bfloat16), out)
+            problem = compare(known, wanted)[1]
+            if problem:
+                left.problems.append(f"{call}: {problem}")
+            if left.error is None and out.isnan().any():
+                left.problems.append(f"{call}: NaN and no error")
+        return left
+
+
+def expire_on_cpu(
+    expiry: Expiry,
+    size: int,
+    schedule: Schedule,
+    *,
+    queued: bool = True,
+    wgs: int = 4,
+    mutations: Sequence[Mutation] = (),
+    **options: Any,
+) -> tuple[Run, list[Left]]:
+    """Runs it on virtual ranks of the executor.
+
+    Args:
+        expiry: the calls.
+        size: ranks.
+        schedule: who runs when.
+        queued: the host queues all calls before it hears of the first failure.
+        wgs: workgroups of a rank.
+        mutations: defects planted in the kernels.
+        **options: of the executor, in place of those of the schedule.
+    """
+    settings = {**schedule.options(), **options}
+    short = Mutation(*SHORT_EDIT)
+    left: list[Left] = []
+    failure: Exception | None = None
+    with cpu_world(size, wgs=wgs, mutations=(*mutations, short), **settings) as world:
+        executor: Executor = world.executor  # type: ignore[attr-defined]
+        try:
+            if queued:
+                with executor.stream(0):
+                    left = world.spmd(expiry.host, world)
+            else:
+                left = world.spmd(expiry.host, world)
+        except (ExecutorError, KosmosError) as error:
+            failure = error
+        run = Run([], failure, executor.schedule_hash)
+    told = sum(one.error is not None for one in left)
+    if told not in (0, len(left)):
+        run.remarks.append(f"{told} of {len(left)} ranks were told")
+    run.remarks += [f"rank {one.rank}: {text}" for one in left for text in one.problems]
+    return run, left

@@ -1,0 +1,72 @@
+"""Program for torchrun: many calls on real ranks, every output compared in full and bit by bit.
+
+`torchrun --nproc-per-node=2 soak_group.py CALLS` prints one JSON object from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+
+import torch
+import torch.distributed as dist
+from kosmos_core.worlds import group_world
+from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.rig import Rig, run_on_devices
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+
+# (m, n, k) for two ranks: square tiles, ragged everywhere, one row a rank, few tiles.
+SHAPES = ((4096, 1024, 2048), (2 * 1037, 904, 1032), (2, 8, 8), (512, 256, 4096))
+# Sets of operands: each call repeats the one of so many turns before.
+DATA = 4
+MAX_SLEEP = 1 << 22
+CHOICES = (
+    {"transport": "pull"},
+    {"transport": "push"},
+    {"layout": "nn", "transport": "pull"},
+    {"layout": "nn", "transport": "push", "order": "naive"},
+    {"policy": "two_way"},
+    {"policy": "serial"},
+    {"policy": "fixed", "order": "chunk_major"},
+)
+
+
+def sequence(count: int) -> list[Call]:
+    """`count` calls: shapes, choices and operands by turns."""
+    options = [AgGemmOptions(force=True, **choices) for choices in CHOICES]
+    return [
+        Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, options[i % len(options)])
+        for i in range(count)
+    ]
+
+
+def delay(rank: int, index: int) -> None:
+    """One of the ranks sleeps on its stream before the call."""
+    rng = random.Random(index)
+    if rng.randrange(dist.get_world_size()) == rank:
+        torch.cuda._sleep(rng.randrange(MAX_SLEEP))
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    with group_world() as world:
+        rig = Rig(sequence(int(sys.argv[1])), timeout_s=30.0, keep=256, delay=delay)
+        run = run_on_devices(world, rig)
+        if world.rank == 0:
+            repeated = [v.repeated for v in run.verdicts if v.repeated is not None]
+            found = {
+                "calls": len(run.verdicts) // world.size,
+                "problems": run.problems[:20],
+                "paths": sorted({v.path for v in run.verdicts}),
+                "repeated": len(repeated),
+                "equal": sum(repeated),
+            }
+            print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
