@@ -193,8 +193,8 @@ def choose_slices(
 ) -> tuple[int, Reason]:
     """Mover units per tile row, a power of two that divides the tile row.
 
-    Rule set ``h200``: units of about ``UNIT_BYTES``, rather larger than smaller. Others: a slice for
-    each mover of a peer, so that all of them work on one tile row, each slice a copy step or more.
+    Rule set ``h200``: units of ``UNIT_BYTES`` or somewhat more. Others: a slice for each mover of a
+    peer, so that all of them work on one tile row, each slice a copy step or more.
 
     Args:
         problem: Sizes of the call.
