@@ -18,7 +18,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-TOOLS = ("build", "hatchling", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff")
+TOOLS = ("build", "hatchling", "mypy", "nox", "pytest", "pytest-timeout", "pytest-xdist", "ruff")
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")
 CONSTRAINTS = ("--constraint", str(ROOT / "constraints.txt"))
 # The version that the kernels are written for. Some builds of torch demand another one: hence it is

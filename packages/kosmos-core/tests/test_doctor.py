@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shlex
@@ -87,7 +88,7 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
         "cpu:N": True,
         "reference": True,
     }
-    assert data["versions"]["torch"] == torch.__version__
+    assert data["versions"]["torch"] == importlib.metadata.version("torch")
     assert list(data["faults"]) == ["gpus"]
 
 

@@ -21,5 +21,5 @@ def test_all_configurations_pass_the_guard():
 
 
 def test_guard_fails_when_more_is_expected_than_the_kernel_does():
-    case = dataclasses.replace(compile_cases()[0], expect=Expectations(volatile_load=1))
+    case = dataclasses.replace(compile_cases()[0], expect=Expectations(acquire_gpu=99))
     assert not run_cases([case]).passed

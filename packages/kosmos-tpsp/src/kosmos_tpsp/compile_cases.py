@@ -66,7 +66,6 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "PHASE": FUSED,
             "KEEP_GATHERED": 0,
             "SLICES": 4,
-            "COPY_ELEMENTS": machine.transport_named("push").copy_bytes // 2,
             "COPY_DEPTH": 2,
             "TILE_ROW_ROWS": machine.tile_row_rows,
             "BLOCK_M": tile.block_m,
@@ -105,8 +104,17 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             ({"SPLIT_K": 2}, 1, 0),
             ({}, 2, 1024),
         ]
+        if tile is not machine.tile:
+            # A smaller tile differs in registers only: the layouts and splits suffice.
+            variants = [
+                ({"LAYOUT": layout, "SPLIT_K": split}, 2, 0)
+                for layout, split in product((0, 1), (1, 2))
+            ]
         for changes, world, trace in variants:
-            yield _ag_gemm_case(target, {**base, **changes}, changes, tile, world, trace)
+            transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
+            elements = machine.transport_named(transport).copy_bytes // 2
+            config = {**base, **changes, "COPY_ELEMENTS": elements}
+            yield _ag_gemm_case(target, config, changes, tile, world, trace)
 
 
 def _ag_gemm_case(

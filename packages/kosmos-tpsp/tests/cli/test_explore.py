@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from kosmos_core.executor import Mutation
 from kosmos_tpsp.__main__ import main
-from kosmos_tpsp.cli import scenarios
+from kosmos_tpsp.cli import exploration, scenarios
 from kosmos_tpsp.cli.exploration import Exploration
 from kosmos_tpsp.cli.rig import Run, run_on_cpu
-from kosmos_tpsp.cli.scenarios import DECLINED, EPOCHS, Scenario
+from kosmos_tpsp.cli.scenarios import DECLINED, EPOCHS, Found, Scenario
 from kosmos_tpsp.cli.schedules import POLICIES
 from kosmos_tpsp.device import gather
 
@@ -20,10 +20,10 @@ SLICE = 40
 
 
 def test_a_slice_of_the_exploration_finds_nothing() -> None:
-    exploration = Exploration("ag_gemm", SLICE, seconds=None, seed=0, jobs=1)
-    exploration.run()
-    assert [f"{exploration.replay(f.seed)}\n{f.problem}" for f in exploration.failures] == []
-    summary = exploration.summary()
+    some = Exploration("ag_gemm", SLICE, seconds=None, seed=0, jobs=1)
+    some.run()
+    assert [f"{some.replay(f.seed)}\n{f.problem}" for f in some.failures] == []
+    summary = some.summary()
     assert summary["schedules"] == SLICE
     counts = summary["counts"]
     assert set(counts["schedule"]) == set(POLICIES)
@@ -98,6 +98,23 @@ def test_a_finding_is_printed_with_the_command_that_repeats_it(
 def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explore", "--seconds", "0", "--jobs", "1"]) == 0
     assert "1 distinct schedules in 1 runs" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(seeds: range) -> list[Found]:
+        if 2 in seeds:
+            raise KeyboardInterrupt
+        return run_batch(seeds)
+
+    run_batch = exploration.run_batch
+    monkeypatch.setattr(exploration, "run_batch", interrupted)
+    file = tmp_path / "found.json"
+    assert main(["explore", "--jobs", "1", "--json", str(file)]) == 130
+    assert "2 distinct schedules in 2 runs" in capsys.readouterr().out
+    summary = json.loads(file.read_text())
+    assert (summary["schedules"], summary["interrupted"]) == (2, True)
 
 
 def test_several_processes_share_the_seeds(capsys: pytest.CaptureFixture[str]) -> None:

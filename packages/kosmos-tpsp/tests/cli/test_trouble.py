@@ -28,7 +28,7 @@ CHOICES: tuple[dict[str, Any], ...] = (
 def problems(kind: str, size: int, seed: int, *mutations: Mutation, **choices: Any) -> list[str]:
     """What one schedule of trouble shows that must not be."""
     options = AgGemmOptions(**choices)
-    calls = [Call(40 * size, 24, 64, 0, options), Call(24 * size, 40, 32, 0, options)]
+    calls = [Call(40 * size, 24, 32, 0, options), Call(24 * size, 24, 16, 0, options)]
     run, seen = trouble_on_cpu(
         Trouble(calls, victim=seed % size, kind=kind, seed=seed),
         size,
@@ -42,15 +42,14 @@ def problems(kind: str, size: int, seed: int, *mutations: Mutation, **choices: A
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_everybody_is_told_and_revives(kind: str, size: int) -> None:
-    for seed in range(7):
+    for seed in range(8 - size):
         assert problems(kind, size, seed) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
 def test_whatever_the_choices_are(kind: str, choices: dict[str, Any]) -> None:
-    for seed in (3, 8):
-        assert problems(kind, 3, seed, **choices) == []
+    assert problems(kind, 3, 8, **choices) == []
 
 
 def test_eight_ranks() -> None:

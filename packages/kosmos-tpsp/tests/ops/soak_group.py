@@ -28,8 +28,7 @@ CHOICES = (
     {"layout": "nn", "transport": "pull"},
     {"layout": "nn", "transport": "push", "order": "naive"},
     {"policy": "two_way"},
-    {"policy": "serial"},
-    {"policy": "fixed", "order": "chunk_major"},
+    {"policy": "serial", "order": "chunk_major"},
 )
 
 
@@ -59,6 +58,7 @@ def main() -> None:
             repeated = [v.repeated for v in run.verdicts if v.repeated is not None]
             found = {
                 "calls": len(run.verdicts) // world.size,
+                "different": len(set(rig.calls)),
                 "problems": run.problems[:20],
                 "paths": sorted({v.path for v in run.verdicts}),
                 "repeated": len(repeated),

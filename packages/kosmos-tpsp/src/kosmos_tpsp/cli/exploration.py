@@ -53,6 +53,7 @@ class Exploration:
         seed: of the first scenario; the others follow it.
         jobs: processes.
         failures: scenarios that found something.
+        interrupted: whether somebody had enough; what was found until then counts.
     """
 
     op: str
@@ -61,6 +62,7 @@ class Exploration:
     seed: int
     jobs: int
     failures: list[Found] = field(default_factory=list)
+    interrupted: bool = False
     _hashes: set[str] = field(default_factory=set)
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _runs: int = 0
@@ -71,7 +73,7 @@ class Exploration:
     _took_s: float = 0.0
 
     def run(self) -> None:
-        """Runs scenarios until there are enough distinct schedules, or time is up."""
+        """Runs scenarios until there are enough distinct schedules, time is up, or an interrupt."""
         begin = time.monotonic()
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -82,16 +84,19 @@ class Exploration:
             contextlib.closing(self._results()) as results,
         ):
             task = progress.add_task(self.op, total=self.schedules)
-            for found in results:
-                self._add(found)
-                if found.problem:
-                    text = f"{self.replay(found.seed)}\n{found.problem}"
-                    progress.console.print(text, soft_wrap=True, markup=False, highlight=False)
-                text = f"{self.op}, {len(self.failures)} failures"
-                progress.update(task, completed=len(self._hashes), description=text)
-                out_of_time = self.seconds is not None and time.monotonic() - begin > self.seconds
-                if len(self._hashes) >= self.schedules or out_of_time:
-                    break
+            try:
+                for found in results:
+                    self._add(found)
+                    if found.problem:
+                        text = f"{self.replay(found.seed)}\n{found.problem}"
+                        progress.console.print(text, soft_wrap=True, markup=False, highlight=False)
+                    text = f"{self.op}, {len(self.failures)} failures"
+                    progress.update(task, completed=len(self._hashes), description=text)
+                    late = self.seconds is not None and time.monotonic() - begin > self.seconds
+                    if len(self._hashes) >= self.schedules or late:
+                        break
+            except KeyboardInterrupt:
+                self.interrupted = True
         self._took_s = time.monotonic() - begin
 
     def _results(self) -> Generator[Found, None, None]:
@@ -157,6 +162,7 @@ class Exploration:
             "counts": counts,
             "checks": CHECKS,
             "first_seed": self.seed,
+            "interrupted": self.interrupted,
             "seconds": round(self._took_s, 1),
             "jobs": self.jobs,
             "started": self._started.isoformat(timespec="seconds"),

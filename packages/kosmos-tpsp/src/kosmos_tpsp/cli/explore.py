@@ -47,4 +47,6 @@ def explore(
     click.echo(exploration.summary_line())
     if json_file is not None:
         exploration.write(json_file)
-    return 1 if exploration.failures else 0
+    if exploration.failures:
+        return 1
+    return 130 if exploration.interrupted else 0

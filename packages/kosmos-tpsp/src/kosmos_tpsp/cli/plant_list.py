@@ -234,6 +234,21 @@ _STARTS = [
         choices=PULL,
     ),
     Plant(
+        "start_after_moving",
+        "start and end",
+        "the start word is published once the own units are moved: too late for everybody",
+        (
+            (ag_gemm_kernel, "if publishes & (standing.ok != 0):", "if call.ticket < 0:"),
+            (
+                ag_gemm_kernel,
+                "    if CONFIG.PHASE != GATHER_ONLY:",
+                "    if publishes & (standing.ok != 0):\n        start_publish(ctx, call)\n"
+                "    if CONFIG.PHASE != GATHER_ONLY:",
+            ),
+        ),
+        choices=PUSH,
+    ),
+    Plant(
         "no_end_wait",
         "start and end",
         "the last workgroup to leave does not wait for the peers' starts",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from kosmos_core.errors import KosmosError
 from kosmos_core.executor import Executor, ExecutorError, Mutation
+from kosmos_core.workspace import DEFAULT_TIMEOUT_S
 from kosmos_core.worlds import World, cpu_world
 from kosmos_heuristics import Machine
 
@@ -154,20 +155,27 @@ class Rig:
         """
         operands = Operands(self.seed, world.size, world.device, self.keep)
         verdicts: list[Verdict] = []
+        self.prepare(rank, world)
         workspace = self.workspace(world)
-        if world.device.type == "cuda":
-            self._prepare(rank, workspace)
         for first in range(0, len(self.calls), ROUND):
             verdicts += self._round(rank, workspace, operands, meter, first)
         workspace.destroy()
         return verdicts
 
-    def _prepare(self, rank: int, workspace: TpSpWorkspace) -> None:
-        # Virtual ranks of one GPU: a module that is loaded while a peer's kernel waits for this rank
-        # would wait for that kernel.
+    def prepare(self, rank: int, world: World) -> None:
+        """Collective: compiles and loads, on devices, whatever the calls need.
+
+        Compiling takes longer on some ranks than on others, perhaps longer than the bound. And
+        among virtual ranks of one GPU a module that is loaded while a peer's kernel waits for this
+        rank would wait for that kernel.
+        """
+        if world.device.type != "cuda":
+            return
+        patient = replace(self, timeout_s=DEFAULT_TIMEOUT_S).workspace(world)
         for call in dict.fromkeys(replace(call, data=0) for call in self.calls):
-            rows = call.m // workspace.world.size
-            prepare_ag_gemm(workspace, rows, call.n, call.k, self.options(call, rank))
+            rows = call.m // world.size
+            prepare_ag_gemm(patient, rows, call.n, call.k, self.options(call, rank))
+        patient.destroy()
 
     def _round(
         self, rank: int, workspace: TpSpWorkspace, operands: Operands, meter: Meter, first: int
@@ -178,7 +186,7 @@ class Rig:
         outs = [
             torch.full((c.m, c.n), float("nan"), dtype=torch.bfloat16, device=device) for c in calls
         ]
-        # For the same reason nobody calls before all have made their operands.
+        # Nobody calls before all have made their operands, which may load modules, too.
         workspace.synchronize()
         workspace.world.barrier()
         results, launches = [], []

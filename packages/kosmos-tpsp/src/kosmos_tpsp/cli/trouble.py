@@ -100,12 +100,18 @@ class Trouble:
         """What one rank does and what it must see."""
         seen = Witness(rank)
         operands = Operands(self.seed, world.size, world.device)
-        timeout_s = TIMEOUT_S if self.kind == "killed" else 120.0
-        workspace = Rig(self.calls, timeout_s=timeout_s).workspace(world)
+        rig = Rig(self.calls, timeout_s=TIMEOUT_S if self.kind == "killed" else 120.0)
+        rig.prepare(rank, world)
+        # Made beforehand, and the products too: what takes long must not count against the bound.
+        given = {
+            call: (operands.x(call, rank), operands.w(call, rank)) for call in self._all_calls()
+        }
+        for call in self.calls:
+            compare(operands.product(call, rank).to(torch.bfloat16), operands.product(call, rank))
+        workspace = rig.workspace(world)
 
         def make(call: Call, x: torch.Tensor | None = None) -> Outcome:
-            x = operands.x(call, rank) if x is None else x
-            return _make(call, x, operands.w(call, rank), workspace)
+            return _make(call, given[call][0] if x is None else x, given[call][1], workspace)
 
         before = [make(call) for call in self.calls]
         self._expect_right(seen, "before", before, operands)
@@ -131,12 +137,18 @@ class Trouble:
         workspace.destroy()
         return seen
 
+    def _other_call(self) -> Call:
+        return replace(self.calls[0], k=self.calls[0].k // 2)
+
+    def _all_calls(self) -> list[Call]:
+        other = [self._other_call()] if self.kind == "other_call" else []
+        return [*self.calls, *other]
+
     def _go_wrong(self, seen: Witness, make: Callable[..., Outcome], operands: Operands) -> None:
         """The victim's part."""
         call = self.calls[0]
         if self.kind == "other_call":
-            other = replace(call, k=call.k // 2)
-            self._expect_told(seen, make(other), operands)
+            self._expect_told(seen, make(self._other_call()), operands)
         elif self.kind == "bad_argument":
             outcome = make(call, operands.x(call, seen.rank).float())
             seen.told = str(outcome.error)

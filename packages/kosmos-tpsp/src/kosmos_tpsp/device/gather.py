@@ -186,7 +186,7 @@ def await_rows(ops, ctx, call, standing, grid, k, src_rank, tile_row, CONFIG):
         ok = flag_wait(
             ctx, call, word_ptr, CONFIG.SLICES, src_rank, tile_row, PHASE_BUILD, FLAG_ARRIVAL, SCOPE
         )
-        fence_async_proxy(ctx.TARGET)
+    fence_async_proxy(ctx.TARGET)
     trace_end(ctx, WAIT, src_rank * ctx.MAX_ROWS + tile_row, begin)
     return Standing(standing.held, ok)
 
