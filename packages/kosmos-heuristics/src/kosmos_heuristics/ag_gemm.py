@@ -21,6 +21,7 @@ from kosmos_heuristics.tiles import (
     choose_split_k,
     choose_tile,
     choose_xcd_bucketing,
+    copy_step_bytes,
     tile_ids,
 )
 
@@ -135,7 +136,7 @@ def plan_ag_gemm(
     group_m, group_rows, both = choose_groups(problem, machine, tile, tile_row_rows, way)
     reasons.extend(both)
 
-    copy_bytes = machine.transport_named(way).copy_bytes
+    copy_bytes = copy_step_bytes(machine, way)
     copy_elements = overrides.get("copy_elements", copy_bytes // problem.element_bytes)
     reasons.append(Reason("copy_elements", "step of the measured curve", machine.source(way)))
     depth = "loads in flight against the latency of a loaded link"

@@ -36,6 +36,8 @@ GROUP_M_H200 = 16
 # A mover's unit is this large or up to twice as large: its claim and its flag cost as much as 60 KB
 # of transport.
 UNIT_BYTES = 512 * 1024
+# A larger step spills registers in kernels that split the contraction (compile guard, sm_90).
+MAX_STEP_BYTES = 32 * 1024
 # Tile rows are swept together only where the gather runs well ahead of the builders: the GEMM
 # takes at least this many times as long as the bytes.
 SWEEP_AHEAD = 4.0
@@ -216,6 +218,11 @@ def choose_slices(
     while slices * 2 <= min(most, tile_row_rows):
         slices *= 2
     return slices, Reason("slices", f"power of two, {why}", source)
+
+
+def copy_step_bytes(machine: Machine, transport: str) -> int:
+    """Bytes that a mover moves per step: the measured curve's step, as far as registers allow."""
+    return min(machine.transport_named(transport).copy_bytes, MAX_STEP_BYTES)
 
 
 def choose_groups(

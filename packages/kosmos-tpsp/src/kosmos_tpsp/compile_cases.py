@@ -17,6 +17,8 @@ from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_core.workspace import control_sizes
 from kosmos_heuristics import load_machine
+from kosmos_heuristics.plans import MAX_COPY_DEPTH
+from kosmos_heuristics.tiles import copy_step_bytes
 
 from kosmos_tpsp.device.config import (
     BUILD_ONLY,
@@ -66,7 +68,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "PHASE": FUSED,
             "KEEP_GATHERED": 0,
             "SLICES": 4,
-            "COPY_DEPTH": 2,
+            "COPY_DEPTH": MAX_COPY_DEPTH,
             "TILE_ROW_ROWS": machine.tile_row_rows,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -112,7 +114,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             ]
         for changes, world, trace in variants:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
-            elements = machine.transport_named(transport).copy_bytes // 2
+            elements = copy_step_bytes(machine, transport) // 2
             config = {**base, **changes, "COPY_ELEMENTS": elements}
             yield _ag_gemm_case(target, config, changes, tile, world, trace)
 
