@@ -386,14 +386,15 @@ class Workspace:
         kinds: dict[int, tuple[type[PeerError], str]] = {
             int(layout.TIMEOUT.value): (
                 PeerTimeoutError,
-                f"rank {raiser} waited {self.timeout_s:g} s for rank {peer}: "
-                f"{flag} {index} was {seen}, wanted {wanted} (phase {phase})",
+                f"rank {raiser} waited {self.timeout_s:g} s for rank {peer}: {flag} {index} was "
+                f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})",
             ),
             int(layout.MISMATCH.value): (
                 PeerMismatchError,
                 f"rank {peer} made another call than rank {raiser} "
-                f"(operation, shape, dtype or plan differ): {flag} {index} was {seen:#x}, "
-                f"wanted {wanted:#x} (phase {phase}){self._odd_one_out(signal)}",
+                f"(operation, shape, dtype or plan differ): {flag} {index} was "
+                f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})"
+                f"{self._odd_one_out(signal)}",
             ),
             int(layout.FAULT.value): (
                 PeerFaultError,
@@ -431,6 +432,13 @@ class Workspace:
                 if len(small) < len(large):
                     return f"; ranks {small} differ from ranks {large}"
         return ""
+
+
+def _shown(flag: str, value: int) -> str:
+    """A word's value as a reader understands it: start words are hash << 32 | epoch."""
+    if flag != layout.FLAG_NAMES[int(layout.FLAG_START.value)]:
+        return str(value)
+    return f"call {value >> 32:08x} of epoch {_as_int32(value & _MASK32)}"
 
 
 def _as_int32(value: int) -> int:

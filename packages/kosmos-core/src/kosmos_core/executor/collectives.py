@@ -19,11 +19,13 @@ class Collectives:
         self._ex = ex
         self._arrived: dict[int, dict[int, Any]] = {}
         self._kinds: dict[int, tuple[str, int]] = {}
+        self._left: dict[int, int] = {}
 
     def reset(self) -> None:
         """Forget unfinished collectives of an earlier `spmd`."""
         self._arrived.clear()
         self._kinds.clear()
+        self._left.clear()
 
     def barrier(self) -> None:
         """All ranks meet."""
@@ -65,4 +67,9 @@ class Collectives:
         why = f"{kind}() number {number}: waits for ranks {missing}"
         host.wait(lambda: len(arrived) == ex.num_ranks, why)
         host.time = ex.clock.host_time(host.rank)
-        return [arrived[r] for r in range(ex.num_ranks)]
+        values = [arrived[r] for r in range(ex.num_ranks)]
+        self._left[number] = self._left.get(number, 0) + 1
+        if self._left[number] == ex.num_ranks:
+            # What was exchanged must not outlive the exchange: it may be memory.
+            del self._arrived[number], self._kinds[number], self._left[number]
+        return values

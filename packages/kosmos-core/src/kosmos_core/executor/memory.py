@@ -93,6 +93,13 @@ class Memory:
         size = storage.nbytes()
         return self.add(storage.data_ptr(), size, rank, name, tensor.element_size(), tensor), True
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Its maker is done with a tensor: it is forgotten once nobody else holds it."""
+        region = self.find(tensor.data_ptr())
+        if region is not None and region.pinned:
+            region.pinned = False
+            self._collect()
+
     def _collect(self) -> None:
         """Forget tensors of past launches that nobody else holds, so that long runs do not grow."""
         self._num_unpinned += 1

@@ -73,9 +73,7 @@ class VirtualCpuWorld(World):
         return self.executor.empty(self.rank, num_words, torch.int64, "status").zero_()
 
     def release(self, tensor: torch.Tensor) -> None:
-        region = self.executor.memory.find(tensor.data_ptr())
-        if region is not None:
-            region.pinned = False
+        self.executor.memory.release(tensor)
 
     def launch(
         self,

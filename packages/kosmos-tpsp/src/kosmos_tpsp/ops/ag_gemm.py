@@ -24,6 +24,7 @@ from kosmos_tpsp.ops.validate import Rejected
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 LOG = logging.getLogger("kosmos_tpsp")
+_LOGGED: set[tuple[str, str]] = set()  # declined calls are logged once, not once a rank
 LAYOUTS = {"tn": 0, "nn": 1}
 ORDERS = {"local_first": 0, "chunk_major": 1, "naive": 2}
 POLICIES = {
@@ -262,7 +263,8 @@ def _plan(
     )  # fmt: skip
     call_hash = zlib.crc32(repr(agreed).encode()) & 0x7FFFFFFF
     label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
-    if decline is not None and m > 0:
+    if decline is not None and m > 0 and (label, decline) not in _LOGGED:
+        _LOGGED.add((label, decline))
         LOG.warning("%s takes the reference path: %s", label, decline)
     configs = _configs(problem, plan, options)
     keys = tuple(
