@@ -69,6 +69,8 @@ def target(folder: Path | None) -> Path:
             venv.create(folder, symlinks=True, with_pip=True)
         except subprocess.CalledProcessError:
             sys.exit("Python lacks ensurepip: on Debian or Ubuntu, run 'apt install python3-venv'")
+        except OSError as error:
+            sys.exit(f"No virtual environment can be made in {folder}: {error.strerror}")
     return python
 
 
@@ -99,12 +101,20 @@ def main(command_line: list[str]) -> int:
     pip = [str(python), "-m", "pip", "install", *options, *sources]
     if (status := subprocess.run(pip).returncode) != 0:
         return status
+    if "--dry-run" in options:
+        print("Nothing was installed: --dry-run")
+        return 0
     check = [str(python), "-c", CHECK, version, *names]
     wrong = subprocess.run(check, capture_output=True, text=True, check=True).stdout
     if wrong:
         print(f"Installed, but not what was asked for:\n{wrong}", end="", file=sys.stderr)
         return 1
-    print(f"{', '.join(names)} {version} are in {python.parent.parent}; their Python is {python}")
+    verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
+    place = python.parent.parent
+    print(f"{', '.join(names)} {version} {verb} in {place}; {whose} Python is {python}")
+    activate = python.parent / "activate"
+    if activate.exists():
+        print(f"activate it: . {activate}")
     return 0
 
 

@@ -8,6 +8,7 @@ machines with GPUs may be offline: they use the `python` on the path and the sou
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 nox.options.sessions = ["lint", "typing", "compile", "tests"]
 nox.options.error_on_external_run = True
+nox.options.default_venv_backend = "virtualenv"
+# nox looks for uv even where nothing uses it, and would say in every run that it is not there.
+logging.getLogger("nox").addFilter(lambda record: record.getMessage() != "uv binary not found.")
 
 
 def siblings(package: str) -> list[str]:

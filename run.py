@@ -2,7 +2,8 @@
 
     python3 run.py demo     show a fused kernel at work
     python3 run.py tests    lint, types, compile guard, and every test that needs no GPU
-    python3 run.py ...      any other arguments go to nox, for example: python3 run.py --list
+    python3 run.py NAME     another session, for example: python3 run.py docs
+    python3 run.py ...      options go to nox, for example: python3 run.py --list
 
 The first call makes a virtual environment for nox under .nox/ and touches nothing outside the
 repository. nox then makes what the session itself needs.
@@ -46,7 +47,13 @@ def main(arguments: list[str]) -> int:
     if sys.version_info < (3, 10):  # noqa: UP036
         sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}")
     command, *rest = arguments
-    sessions = ["--session", *COMMANDS[command]] if command in COMMANDS else [command]
+    if command.startswith("-"):
+        sessions = [command]
+    elif command in COMMANDS:
+        sessions = ["--session", *COMMANDS[command]]
+    else:
+        # The name of a session; nox says which there are where it is none.
+        sessions = ["--session", command]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     python = bootstrap(ROOT / ".nox" / f"nox-{version}")
     nox = [str(python), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), *sessions, *rest]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import run
 from run import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,30 @@ def test_every_session_that_a_page_names_exists() -> None:
     packages = [path.name for path in (ROOT / "packages").iterdir()]
     known = plain | {f"{name}({package})" for name in of_packages for package in packages}
     assert named <= known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["docs"], ["--session", "docs"]),
+        (["demo", "--", "--seed", "1"], ["--session", "demo", "--", "--seed", "1"]),
+        (["-s", "docs"], ["-s", "docs"]),
+        (["--list"], ["--list"]),
+    ],
+)
+def test_run_py_takes_names_of_sessions_and_options(
+    arguments: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def start(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(run, "bootstrap", lambda folder: Path("python"))
+    monkeypatch.setattr(run.subprocess, "run", start)
+    assert run.main(arguments) == 0
+    assert commands[0][5:] == given
 
 
 def test_run_py_explains_itself() -> None:

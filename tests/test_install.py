@@ -224,9 +224,33 @@ def test_an_environment_is_made_where_one_is_asked_for(tmp_path: Path, wheels: P
     variables = {**os.environ, "PIP_NO_INDEX": "1"}
     done = subprocess.run([sys.executable, *command], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    *_, told, hint = done.stdout.splitlines()
+    new = tmp_path / "new"
+    assert told == f"kosmos-mx {VERSION} is in {new}; its Python is {new / 'bin' / 'python'}"
+    assert hint == f"activate it: . {new / 'bin' / 'activate'}"
     assert Environment(tmp_path / "new" / "bin" / "python", variables).ours() == {
         "kosmos-mx": VERSION
     }
+
+
+def test_a_dry_run_says_that_nothing_was_installed(tmp_path: Path, wheels: Path) -> None:
+    command = [ROOT / "install.py", "kosmos-mx", "--wheels", wheels, "--venv", tmp_path / "new"]
+    variables = {**os.environ, "PIP_NO_INDEX": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, "--", "--dry-run"], env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Nothing was installed: --dry-run"
+    assert Environment(tmp_path / "new" / "bin" / "python", variables).ours() == {}
+
+
+def test_an_environment_that_cannot_be_made_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [ROOT / "install.py", "kosmos-mx", "--venv", tmp_path / "file" / "new"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"No virtual environment can be made in {tmp_path / 'file' / 'new'}: ")
 
 
 @pytest.mark.parametrize("managed", [False, True])

@@ -206,6 +206,10 @@ def test_a_partner_that_stays_away_is_named() -> None:
                 with pytest.raises(PeerTimeoutError, match=r"waited 0\.5 s for rank 1"):
                     workspace.synchronize()
             world.barrier()
+            if rank == 1:
+                # The one that stayed away hears of it when it leaves, at the latest.
+                with pytest.raises(PeerTimeoutError, match=r"rank 0 waited 0\.5 s for rank 1"):
+                    workspace.destroy()
         return "ended"
 
     assert on_cpu(2, body) == ["ended", "ended"]

@@ -153,7 +153,10 @@ def test_the_reference_world_is_a_group_of_one_by_itself() -> None:
     world = reference_world()
     x = torch.ones(2, 3)
     assert (world.size, world.rank, world.num_wgs) == (1, 0, 0)
-    assert world.all_gather_tensor(x) is x
+    gathered = world.all_gather_tensor(x.t())
+    assert torch.equal(gathered, x.t())
+    assert gathered.is_contiguous()
+    assert gathered.data_ptr() != x.data_ptr()
     assert world.all_gather_object("x") == ["x"]
     world.barrier()
     world.synchronize()

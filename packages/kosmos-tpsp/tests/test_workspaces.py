@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kosmos_core.errors import WorkspaceError
 from kosmos_core.worlds import SymmetricBuffer, World
-from kosmos_heuristics import load_machine
+from kosmos_heuristics import HeuristicsError, load_machine
 from kosmos_tpsp.cli.calls import Call, Operands, compare
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -148,6 +149,94 @@ def test_all_ranks_plan_with_the_first_ranks_machine(on_cpu: OnCpu) -> None:
     assert on_cpu(3, host) == [load_machine("h200").name] * 3
 
 
+class OfAnotherKind(TpSpWorkspace):
+    """Takes the same arguments, and is not the same."""
+
+
+EQUAL: dict[str, Any] = {"max_tokens": 48, "max_features": 16}
+OTHERS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 12800},
+    "max_features": {"max_features": 24},
+    "transports": {"transports": ("push",)},
+    "timeout_s": {"timeout_s": 5.0},
+    "first_epoch": {"first_epoch": 2},
+    "kind": {},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_that_create_different_workspaces_are_refused_before_they_share_memory(
+    name: str, on_cpu: OnCpu
+) -> None:
+    def host(rank: int, world: World) -> None:
+        memory = world.executor.memory  # type: ignore[attr-defined]
+        before = len(memory.regions)
+        kind, other = (OfAnotherKind, OTHERS[name]) if rank == 1 else (TpSpWorkspace, {})
+        if name != "kind":
+            kind = TpSpWorkspace
+        with pytest.raises(WorkspaceError, match=rf"^{name}: got .* on ranks \[1\]"):
+            kind(world, **{**EQUAL, **other})
+        assert len(memory.regions) == before
+        # The order of transports and the number type of a bound make no difference.
+        transports = ("push", "pull") if rank else ("pull", "push")
+        workspace = TpSpWorkspace(
+            world, **EQUAL, transports=transports, timeout_s=120 if rank else 120.0
+        )
+        assert right(rank, workspace, Call(48, 16, 16))
+
+    on_cpu(3, host, jump_clock=False)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"max_tokens": -1}, "max_tokens: got -1"),
+        ({"max_tokens": 64.0}, "max_tokens: got 64.0, wanted an integer"),
+        ({"first_epoch": 1.5}, "first_epoch: got 1.5, wanted an integer"),
+        ({"trace_events": -1}, "trace_events: got -1, wanted 0 or more"),
+        ({"transports": ("fly",)}, "transports: got"),
+        ({"machine": "abacus"}, "abacus"),
+    ],
+)
+def test_a_rank_that_refuses_its_workspace_tells_the_others(
+    bad: dict[str, Any], told: str, on_cpu: OnCpu
+) -> None:
+    def host(rank: int, world: World) -> str:
+        with pytest.raises((WorkspaceError, HeuristicsError)) as caught:
+            TpSpWorkspace(world, **{**EQUAL, **(bad if rank == 1 else {})})
+        return str(caught.value)
+
+    zero, one, two = on_cpu(3, host, jump_clock=False)
+    assert told in one
+    assert zero == two == f"workspace: rank 1 refused to create it: {one}"
+
+
+def test_the_bytes_of_partials_are_counted_and_bounded(
+    on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 2 * 16 * 16 fp32 elements and no more.
+    machine = replace(load_machine("executor"), max_split_k_bytes=4 * 2 * 16 * 16)
+
+    def host(rank: int, world: World) -> None:
+        workspace = TpSpWorkspace(world, 48, 16, machine=machine)
+        least = workspace.num_bytes()
+        assert least == workspace.required_bytes(1, 48, 16, machine)
+        # The stand-in for none is there from the start: a call in a graph capture may not make it.
+        monkeypatch.setattr(type(world), "is_capturing", lambda _: True)
+        workspace.reserve_partials(1, 1, 16, 16)
+        with pytest.raises(WorkspaceError, match="allocated during graph capture"):
+            workspace.reserve_partials(1, 2, 16, 16)
+        monkeypatch.undo()
+        assert workspace.num_bytes() == least
+        workspace.reserve_partials(1, 2, 16, 16)
+        # The smaller one is kept for graphs that were captured with it.
+        assert workspace.num_bytes() == least + machine.max_split_k_bytes
+        with pytest.raises(WorkspaceError, match="take 4096 bytes, wanted at most 2048"):
+            workspace.reserve_partials(2, 2, 16, 16)
+
+    on_cpu(1, host)
+
+
 class Counted(World):
     """A group of one whose memory is counted as long as anybody holds it."""
 
@@ -228,6 +317,14 @@ def test_nothing_is_left_of_200_destroyed_workspaces() -> None:
     # The status word, which the host reads even afterwards, is 8 bytes.
     left = [tensor for tensor in world.alive if tensor.numel() > 1]
     assert len(left) == 0
+
+
+def test_a_world_without_room_for_a_mover_beside_a_builder_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counted, "num_wgs", 1)
+    with pytest.raises(WorkspaceError, match="world: got 1 workgroups, wanted at least 2"):
+        TpSpWorkspace(Counted(), 64, 64)
 
 
 def test_nothing_is_left_of_a_workspace_that_nobody_holds() -> None:

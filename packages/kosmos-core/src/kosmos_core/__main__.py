@@ -47,7 +47,7 @@ def doctor(as_json: bool) -> int:
 def measure(json_path: Path | None, png_path: Path | None, quick: bool, machine: str | None) -> int:
     """Measure GB/s by movers, TFLOPS by builders, flags, launches, start order, power.
 
-    With one GPU, start it directly; with N, under torchrun --nproc-per-node N -m kosmos_core.
+    With one GPU, start it directly; with N, under torchrun --nproc-per-node N -m kosmos_core --.
     """
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (click.ClickException, KosmosError) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        click.echo("error: " + " ".join(text.split()), err=True)
+        hint = " see --help" if text == "Missing command." else ""
+        click.echo("error: " + " ".join(text.split()) + hint, err=True)
         return 2 if isinstance(error, (click.ClickException, WorldError)) else 1
     except click.Abort:
         return 130

@@ -77,4 +77,4 @@ class PeerMismatchError(PeerError):
 
 
 class PeerFaultError(PeerError):
-    """A peer refused its call before launch (bad argument)."""
+    """A peer refused its call before launch, or left the workspace by an exception."""

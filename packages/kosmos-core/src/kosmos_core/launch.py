@@ -5,30 +5,42 @@ A compiled kernel is looked up by key instead of being specialised anew.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import triton
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for tensor descriptors that kernels build.
+@functools.cache
+def _scratch_on(device: int) -> Callable[[int, int, int | None], torch.Tensor]:
+    """What gives launches on a device the memory for tensor descriptors that kernels build."""
 
-    It is stream-ordered, so that a captured graph may replay it.
-    """
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        # Stream-ordered, so that a captured graph may replay it.
+        return torch.empty(size, dtype=torch.int8, device=torch.device("cuda", device))
+
+    return scratch
 
 
 _INTERNED: dict[Hashable, int] = {}
+_INTERNING = threading.Lock()
 
 
 def intern_key(key: Hashable) -> int:
-    """A small integer for a launch key, equal for equal keys.
+    """A small integer for a launch key, equal for equal keys and for no others.
 
-    Hashing a whole plan at every call would cost more.
+    Hashing a whole plan at every call would cost more. Threads may call it at the same time:
+    autograd plans in threads of its own.
     """
-    return _INTERNED.setdefault(key, len(_INTERNED))
+    number = _INTERNED.get(key)
+    if number is None:
+        with _INTERNING:
+            number = _INTERNED.setdefault(key, len(_INTERNED))
+    return number
 
 
 class Launcher:
@@ -53,7 +65,24 @@ class Launcher:
         num_stages: int,
     ) -> None:
         """Launches on `stream`; compiles and loads on the first use of a key."""
-        triton.set_allocator(_scratch)
+        # Triton's allocator is a context variable, and the caller's own kernels may need theirs:
+        # it is set in a copy of the context, which ends with the launch.
+        contextvars.copy_context().run(
+            self._launch, kernel, num_wgs, args, key, device, stream, num_warps, num_stages
+        )
+
+    def _launch(
+        self,
+        kernel: Any,
+        num_wgs: int,
+        args: Sequence[Any],
+        key: Hashable,
+        device: int,
+        stream: int,
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        triton.set_allocator(_scratch_on(device))
         full = (kernel, device, key)
         compiled = self._compiled.get(full)
         if compiled is None:

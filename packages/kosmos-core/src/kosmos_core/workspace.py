@@ -6,6 +6,7 @@ graph advances them; nothing on the host depends on them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,8 +28,13 @@ from kosmos_core.errors import (
 from kosmos_core.worlds.base import SymmetricBuffer, World
 
 DEFAULT_TIMEOUT_S = 120.0
+# Ranks may leave a workspace further apart than they make a call; the backends' own bound.
+LEAVE_TIMEOUT_S = 600.0
 SPLIT_TICKETS = 1024
 _MASK32 = 0xFFFFFFFF
+# By which ranks that destroy a workspace know one another from those that make a call.
+_LEAVE_HASH = 0x6C656176
+_LOG = logging.getLogger(__name__)
 
 # Reasons of a local fault, as they travel to the peers.
 FAULT_REASONS = {
@@ -39,13 +45,14 @@ FAULT_REASONS = {
     5: "workspace",
     6: "cap",
     7: "argument",
-    8: "killed",
+    8: "exception",
 }
+_EXCEPTION = 8
 
 
 W = TypeVar("W", bound="Workspace")
 
-# Workspaces left by an exception; peers may still reach their memory.
+# Workspaces left by an exception or after an abort; peers may still reach their memory.
 _ABANDONED: list[Workspace] = []
 
 
@@ -220,6 +227,7 @@ class Workspace:
             self._arrival_words,
             self._stride,
             self.trace_events,
+            self.world.target,
         )
 
     def context(self, traced: bool = False) -> Context:
@@ -243,9 +251,7 @@ class Workspace:
         self._control.zero_()
         self._control[int(layout.EPOCH.value)] = _as_int32(e0)
         self._control[int(layout.RANK.value)] = self.world.rank
-        self._control[int(layout.BOUND_MS.value)] = max(
-            1, min(int(self.timeout_s * 1000), 2**31 - 1)
-        )
+        self._set_bound(self.timeout_s)
         self._arrival.local.zero_()
         signal = torch.zeros(int(layout.SIGNAL_WORDS.value), dtype=torch.int64)
         ranks = int(layout.MAX_RANKS.value)
@@ -257,15 +263,56 @@ class Workspace:
         self._status_view[0] = 0
         self.world.barrier()
 
+    @property
+    def _leave_timeout_s(self) -> float:
+        return max(self.timeout_s, LEAVE_TIMEOUT_S)
+
+    def _set_bound(self, seconds: float) -> None:
+        self._control[int(layout.BOUND_MS.value)] = max(1, min(int(seconds * 1000), 2**31 - 1))
+
     def destroy(self) -> None:
-        """Collective and idempotent: releases the memory."""
+        """Releases the memory once every rank has come to destroy its own.
+
+        Collective and idempotent. After an abort it waits for nobody, and the memory stays as long
+        as the process, since peers may still write to it; `reset()` it first to have it released.
+
+        Synchronizes: the host. The ranks wait for one another for `timeout_s`, but at least for
+        ten minutes.
+
+        Raises:
+            PeerError: a call was given up and this rank was not told so far, a peer left by an
+                exception, does not come, or makes a call instead.
+        """
         if self._destroyed:
             return
+        if not self.world.fused:
+            self._destroyed = True
+            return
+        told = self._error is not None
+        self.world.synchronize()
+        self._meet_to_leave()
+        error = self._abort_error()
         self._destroyed = True
-        if self.world.fused:
-            self.world.synchronize()
+        if error is None:
             self.world.barrier()
             self._release()
+            return
+        _ABANDONED.append(self)
+        if not told:
+            raise error
+
+    def _meet_to_leave(self) -> None:
+        """A last call that moves nothing.
+
+        A host barrier would wait for ever for a peer that has left by an exception, and a peer that
+        has given up a call may say so only now.
+        """
+        if self.world.size == 1 or self._abort_error() is not None:
+            return
+        self._set_bound(self._leave_timeout_s)
+        self._last_hash = _LEAVE_HASH
+        self._launch_agree(_LEAVE_HASH)
+        self.world.synchronize()
 
     def _release(self) -> None:
         for buffer in (self._signal, self._arrival, *self._buffers.values()):
@@ -293,8 +340,18 @@ class Workspace:
             self.destroy()
         elif not self._destroyed:
             # The peers may never come to a barrier, and may still write here: the memory stays.
-            self._destroyed = True
             _ABANDONED.append(self)
+            self._tell_of_exception()
+            self._destroyed = True
+
+    def _tell_of_exception(self) -> None:
+        """Peers that wait for this rank, now or later, hear that it is gone."""
+        try:
+            if not self.world.fused or self._abort_error() is None:
+                self.fault(_EXCEPTION, self.last_op)
+        except Exception as error:
+            # The exception that is on its way matters more: perhaps the device is lost.
+            _LOG.warning("rank %d cannot tell its peers that it leaves: %s", self.rank, error)
 
     def ensure_usable(self) -> None:
         """Raises WorkspaceError if the workspace is destroyed, or of another rank."""
@@ -309,11 +366,19 @@ class Workspace:
     # ------------------------------------------------------------------ calls
 
     def begin(self, op: str, call_hash: int) -> None:
-        """Before a launch: raises what earlier calls left, orders calls on different streams."""
+        """Before a launch: raises what earlier calls left, orders calls on different streams.
+
+        Not while a graph is captured: the captured calls have the order of the streams that they
+        are captured on, and whoever replays them orders the replays against other calls.
+        """
         self.ensure_usable()
         self.check()
         self.last_op = op
         self._last_hash = call_hash
+        if self.world.is_capturing():
+            # A capture must not wait for work outside it, nor later calls for a stream that only
+            # captured.
+            return
         stream = self.world.current_stream()
         if self._last_stream is not None and stream != self._last_stream:
             self.world.order_after(self._last_stream)
@@ -327,12 +392,17 @@ class Workspace:
             PeerMismatchError: the ranks made different calls.
             PeerFaultError: a peer refused its call.
         """
-        if self._error is not None:
-            raise self._error
-        if self._destroyed or not self.world.fused or self._status_view[0] == 0:
-            return
-        self._error = self._peer_error(int(self._status_view[0]))
-        raise self._error
+        error = self._abort_error()
+        if error is not None:
+            raise error
+
+    def _abort_error(self) -> PeerError | None:
+        """What an abort that this rank's host can see makes of the workspace; None without one."""
+        if self._error is None and not self._destroyed and self.world.fused:
+            word = int(self._status_view[0])
+            if word != 0:
+                self._error = self._peer_error(word)
+        return self._error
 
     def synchronize(self) -> None:
         """Waits for this rank's calls and raises what they left."""
@@ -340,7 +410,9 @@ class Workspace:
         self.check()
 
     def fault(self, reason: int, op: str) -> None:
-        """Tells every peer of a bad argument on this rank, so that nobody waits for its call.
+        """Tells every peer that this rank will not make its call, so that nobody waits for it.
+
+        Nothing runs while a graph is captured, and nobody waits then: nothing is told.
 
         Args:
             reason: key of `FAULT_REASONS`.
@@ -350,10 +422,13 @@ class Workspace:
             return
         if self.world.rank != self.rank:
             return  # its words belong to another rank; nobody waits for this rank's call on it
+        if self.world.is_capturing():
+            return
         self.last_op = op
         code = int(layout.FAULT.value)
         args = (self.context(), code, reason)
-        self.world.launch(fault_kernel, 1, args, ("fault", code, reason), num_warps=8, num_stages=1)
+        key = ("fault", code, reason, self.context_key)
+        self.world.launch(fault_kernel, 1, args, key, num_warps=8, num_stages=1)
 
     def agree(self, op: str, call_hash: int) -> None:
         """Waits until every rank has made this same call.
@@ -365,10 +440,14 @@ class Workspace:
         self.begin(op, call_hash)
         if self.world.size == 1 or not self.world.fused:
             return
-        args = (self.context(), call_hash)
-        self.world.launch(agree_kernel, 1, args, ("agree", self._stride), num_warps=8, num_stages=1)
+        self._launch_agree(call_hash)
         if not self.world.is_capturing():
             self.synchronize()
+
+    def _launch_agree(self, call_hash: int) -> None:
+        args = (self.context(), call_hash)
+        key = ("agree", self.context_key)
+        self.world.launch(agree_kernel, 1, args, key, num_warps=8, num_stages=1)
 
     # ------------------------------------------------------------------ errors
 
@@ -382,11 +461,13 @@ class Workspace:
         flag = layout.FLAG_NAMES.get(record[3], "?")
         index, seen, wanted = record[4], record[5], record[6]
         reason = FAULT_REASONS.get(seen, "argument")
+        leaving = record[3] == int(layout.FLAG_START.value) and wanted >> 32 == _LEAVE_HASH
+        bound = self._leave_timeout_s if leaving else self.timeout_s
         rank = self.world.rank
         kinds: dict[int, tuple[type[PeerError], str]] = {
             int(layout.TIMEOUT.value): (
                 PeerTimeoutError,
-                f"rank {raiser} waited {self.timeout_s:g} s for rank {peer}: {flag} {index} was "
+                f"rank {raiser} waited {bound:g} s for rank {peer}: {flag} {index} was "
                 f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})",
             ),
             int(layout.MISMATCH.value): (
@@ -398,7 +479,9 @@ class Workspace:
             ),
             int(layout.FAULT.value): (
                 PeerFaultError,
-                f"rank {raiser} refused its call before launch: bad {reason}",
+                f"rank {raiser} left the workspace by an exception"
+                if seen == _EXCEPTION
+                else f"rank {raiser} refused its call before launch: bad {reason}",
             ),
         }
         kind, text = kinds[code]

@@ -181,6 +181,21 @@ def test_a_wait_that_outlasts_its_bound_is_recorded_on_every_rank(checked: Check
             assert words.record(rank, 0) == [0] * 8
 
 
+def test_a_wait_that_outlasts_its_bound_names_a_peer_that_never_started(checked: Checked) -> None:
+    with checked(3) as ex:
+        words, flag = Words(ex, 3), ex.symmetric(1, torch.int32, "flag")[2]
+        out = ex.empty(2, 1, torch.int32, "out")
+        # The wait is for rows of rank 1, which is here; rank 0 is still in an earlier call.
+        start = int(layout.START.value)
+        words.signal[2][start] = 5
+        ex.initialised(words.signal[2])
+        with ex.on(2):
+            wait_kernel[(1,)](words.contexts[2], 2, out, flag, 1000, 7, "gpu")
+        ex.run()
+        code, word = int(layout.TIMEOUT.value), int(layout.FLAG_START.value)
+        assert words.record(0, 2) == [code, 0, 3, word, 0, 5, 0, 9]
+
+
 def test_a_wait_ends_once_somebody_gives_up(checked: Checked) -> None:
     for seed in range(4):
         with checked(2, seed, jump_clock=False) as ex:

@@ -133,7 +133,7 @@ def copy_tile_kernel(
 ):
     src = matrix_view(src_ptr, chunks, rows, cols, R, C, TARGET)
     dst = matrix_view(dst_ptr, chunks, rows, cols, R, C, TARGET)
-    value = load_tile(src, chunk, row, col, R, C, EVEN, TARGET)
+    value = load_tile(src, chunk, row, col, R, C, True, EVEN, TARGET)
     store_tile(dst, chunk, row, col, value, R, C, TARGET)
 
 
@@ -157,7 +157,7 @@ def load_kernel(
     src_ptr, out_ptr, rows, cols, row, col, R: tl.constexpr, C: tl.constexpr, TARGET: tl.constexpr
 ):
     view = matrix_view(src_ptr, 1, rows, cols, R, C, TARGET)
-    value = load_tile(view, 0, row, col, R, C, 0, TARGET)
+    value = load_tile(view, 0, row, col, R, C, 0, 0, TARGET)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(out_ptr + offsets, value)
 
@@ -171,6 +171,19 @@ def test_columns_past_the_end_are_zero(target: tl.constexpr) -> None:
         ex.run()
     assert torch.equal(out[:, :8], data[:, 16:])
     assert out[:, 8:].eq(0).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_past_the_end_are_zero(target: tl.constexpr) -> None:
+    # The last row is infinite: had it been read again for the rows past it, 0 times it is NaN.
+    data = torch.randn(24, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    data[-1] = float("inf")
+    with Executor() as ex:
+        src, out = ex.tensor(0, data, "src"), ex.empty(0, (16, 16), torch.bfloat16, "out")
+        load_kernel[(1,)](src, out, 24, 16, 16, 0, 16, 16, target)
+        ex.run()
+    assert torch.equal(out[:8], data[16:])
+    assert out[8:].eq(0).all()
 
 
 @triton.jit

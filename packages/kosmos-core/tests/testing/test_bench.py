@@ -98,3 +98,9 @@ def test_the_environment_names_machine_and_versions() -> None:
     assert {"python", "torch", "triton"} <= set(described["versions"])
     assert described["date"].endswith("+00:00")
     assert described["commit"] is None or len(described["commit"].rstrip("+")) == 40
+
+
+def test_the_commit_is_known_in_a_tree_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = environment(reference_world())["commit"]
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert environment(reference_world())["commit"] == own

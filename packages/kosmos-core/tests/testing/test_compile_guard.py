@@ -429,3 +429,28 @@ def test_a_dying_or_endless_compiler_is_a_finding_and_the_run_goes_on():
     assert passed.passed
     endless = make("endless", endless_kernel, {"dst": "*i32"}, "gfx950")
     assert "not done after 2 s" in compile_case(endless, timeout_s=2).reasons[0]
+
+
+@triton.jit
+def row_copy_kernel(src, dst, n):
+    index = tl.arange(0, 2048)
+    tl.store(dst + n + index, tl.load(src + n + index))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx950"])
+def test_narrow_loads_are_found(target: str) -> None:
+    case = CompileCase(
+        name="row copy",
+        kernel=row_copy_kernel,
+        signature={"src": "*bf16", "dst": "*bf16", "n": "i32"},
+        divisible_by_16=("src", "dst", "n"),
+        target=target,
+        options={"num_warps": 4},
+        expect=Expectations(wide_load=1),
+    )
+    result = run_cases([case, replace(case, name="any n", divisible_by_16=("src", "dst"))])
+    wide, narrow = result.reports
+    assert wide.passed
+    assert [str(reason) for reason in narrow.reasons] == [
+        "expectation: wide_load: wanted at least 1, found 0"
+    ]

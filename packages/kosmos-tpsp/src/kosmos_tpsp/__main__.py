@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             standalone_mode=False,
         )
     except click.ClickException as error:
-        click.echo("error: " + " ".join(error.format_message().split()), err=True)
+        text = " ".join(error.format_message().split())
+        hint = " see --help" if text == "Missing command." else ""
+        click.echo(f"error: {text}{hint}", err=True)
         return 2
     except click.Abort:
         return 130

@@ -34,6 +34,8 @@ from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 # Machine model whose tiles and settings a target compiles with.
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
 CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
+# Marks a case whose n and k are multiples of 8, not 16: triton specialises them on 16.
+ROWS_OF_8 = {"ROWS_OF": 8}
 
 
 def compile_cases() -> list[CompileCase]:
@@ -101,6 +103,10 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             ({"ORDER": 2}, 8, 0),
             ({"EVEN_K": 0, "EVEN_N": 0}, 2, 0),
             ({"EVEN_K": 0, "EVEN_N": 0, "LAYOUT": 1}, 2, 0),
+            *(
+                ({"EVEN_K": 0, "EVEN_N": 0, "LAYOUT": layout, "TRANSPORT": t, **ROWS_OF_8}, 2, 0)
+                for layout, t in ((0, PULL), (0, PUSH), (1, PUSH))
+            ),
             ({"XCDS": 1, "CLAIM_RUN": 1, "GROUP_ROWS": 4}, 2, 0),
             ({}, 1, 0),
             ({"SPLIT_K": 2}, 1, 0),
@@ -116,17 +122,21 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
             elements = copy_step_bytes(machine, transport) // 2
             config = {**base, **changes, "COPY_ELEMENTS": elements}
-            yield _ag_gemm_case(target, config, changes, tile, world, trace)
+            rows_of = config.pop("ROWS_OF", 16)
+            yield _ag_gemm_case(target, config, changes, tile, world, trace, rows_of)
 
 
 def _ag_gemm_case(
-    target: str, config: dict[str, Any], changes: dict[str, Any], tile: Any, world: int, trace: int
+    target: str,
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    tile: Any,
+    world: int,
+    trace: int,
+    rows_of: int,
 ) -> CompileCase:
     words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
     name = f"ag_gemm {tile.block_m}x{tile.block_n} world={world} trace={trace} " + " ".join(words)
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if target.startswith("gfx"):
-        options["matrix_instr_nonkdim"] = 16
     return CompileCase(
         name=name.strip(),
         kernel=ag_gemm_kernel,
@@ -139,11 +149,11 @@ def _ag_gemm_case(
         divisible_by_16=(
             *(f"ops.{f}" for f in Operands._fields),
             *(f"ctx.{f}" for f in CONTEXT_POINTERS),
-            "n",
-            "k",
+            *(("n", "k") if rows_of == 16 else ()),
         ),
         target=target,
-        options=options,
+        # What `World.launch` passes, and no more.
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         expect=_expected(target, config, world),
     )
 
@@ -159,6 +169,8 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
         release_gpu=1 + (gathers and not pushes),
         acquire_sys=1 if peers else 0,
         acquire_gpu=1 if gathers and builds and not pushes else 0,
+        # Movers hold COPY_DEPTH + 1 steps of 16 bytes a thread; builders on AMD load wide as well.
+        wide_load=3 if gathers else 0,
         mma=1 if builds else 0,
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kosmos_core.worlds import World
 from kosmos_heuristics import Machine, load_machine
 
 TRANSPORTS = ("pull", "push")
+NO_PARTIALS = 4  # fp32 elements that stand for the partials where nothing is split
 
 
 def _tile_rows(max_tokens: int, world_size: int, machine: Machine) -> int:
@@ -35,6 +37,69 @@ def _regions(
         # Two-deep: the owner refills its shard before it holds its peers' starts.
         regions.insert(0, Region("shard", int(layout.SHARD.value), chunk, torch.bfloat16, depth=2))
     return regions
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What must be equal on all ranks: it decides where their words and rows lie."""
+
+    kind: str
+    max_tokens: int
+    max_features: int
+    transports: tuple[str, ...]
+    timeout_s: float
+    first_epoch: int
+
+
+def _check_sizes(
+    world: World,
+    max_tokens: int,
+    max_features: int,
+    transports: tuple[str, ...],
+    trace_events: int,
+    first_epoch: int,
+) -> None:
+    for name, value, least in (
+        ("max_tokens", max_tokens, 1),
+        ("max_features", max_features, 1),
+        ("trace_events", trace_events, 0),
+        ("first_epoch", first_epoch, None),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise WorkspaceError(f"{name}: got {value!r}, wanted an integer")
+        if least is not None and value < least:
+            wanted = "a positive number" if least else "0 or more"
+            raise WorkspaceError(f"{name}: got {value}, wanted {wanted}")
+    if not transports or set(transports) - set(TRANSPORTS):
+        raise WorkspaceError(f"transports: got {transports}, wanted some of {TRANSPORTS}")
+    if world.fused and world.num_wgs < 2:
+        raise WorkspaceError(
+            f"world: got {world.num_wgs} workgroups, wanted at least 2 (a mover beside a builder); "
+            "reserve fewer SMs"
+        )
+
+
+def _agree(world: World, mine: _Settings, machine: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's machine, once all ranks are seen to create the same workspace.
+
+    Before any memory is shared: a rank with other sizes would write outside its peers' regions.
+
+    Raises:
+        WorkspaceError: a rank refused to create its workspace, or creates another one.
+    """
+    everybody = world.all_gather_object((mine, machine))
+    for rank, theirs in enumerate(everybody):
+        if isinstance(theirs, str):
+            raise WorkspaceError(f"workspace: rank {rank} refused to create it: {theirs}")
+    for field in fields(_Settings):
+        ranks: dict[Any, list[int]] = {}
+        for rank, (settings, _) in enumerate(everybody):
+            ranks.setdefault(getattr(settings, field.name), []).append(rank)
+        if len(ranks) > 1:
+            found = ", ".join(f"{value!r} on ranks {where}" for value, where in ranks.items())
+            raise WorkspaceError(f"{field.name}: got {found}, wanted the same on every rank")
+    first: dict[str, Any] = everybody[0][1]
+    return first
 
 
 class TpSpWorkspace(Workspace):
@@ -55,7 +120,8 @@ class TpSpWorkspace(Workspace):
         first_epoch: epoch of the first call.
 
     Raises:
-        WorkspaceError: a size is not positive or a transport is unknown.
+        WorkspaceError: a size is not positive, a transport is unknown, or the ranks differ in
+            anything but `machine` and `trace_events`; on every rank, before memory is shared.
     """
 
     def __init__(
@@ -70,21 +136,30 @@ class TpSpWorkspace(Workspace):
         trace_events: int = 0,
         first_epoch: int = 1,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_features", max_features)):
-            if value <= 0:
-                raise WorkspaceError(f"{name}: got {value}, wanted a positive number")
-        unknown = set(transports) - set(TRANSPORTS)
-        if unknown or not transports:
-            raise WorkspaceError(f"transports: got {transports}, wanted some of {TRANSPORTS}")
+        try:
+            _check_sizes(world, max_tokens, max_features, transports, trace_events, first_epoch)
+            chosen = load_machine(machine if machine is not None else (world.machine or "executor"))
+            mine = _Settings(
+                kind=type(self).__name__,
+                max_tokens=max_tokens,
+                max_features=max_features,
+                transports=tuple(sorted(set(transports))),
+                timeout_s=float(timeout_s),
+                first_epoch=first_epoch,
+            )
+        except Exception as error:
+            # Told before it is raised: the peers stand in this same collective.
+            world.all_gather_object(str(error))
+            raise
+        # All ranks must decide alike, so all of them plan with rank 0's model.
+        self.machine = Machine.from_dict(_agree(world, mine, chosen.to_dict()))
         self.max_tokens = max_tokens
         self.max_features = max_features
         self.transports = tuple(transports)
-        chosen = load_machine(machine if machine is not None else (world.machine or "executor"))
-        # All ranks must decide alike, so all of them plan with rank 0's model.
-        self.machine = Machine.from_dict(world.all_gather_object(chosen.to_dict())[0])
         self.prepared: dict[Hashable, Any] = {}
         self.partials: torch.Tensor | None = None
-        self._outgrown: list[torch.Tensor | None] = []
+        self._outgrown: list[torch.Tensor] = []
+        self._calls_without_rows = 0
         super().__init__(
             world,
             _regions(world.size, max_tokens, max_features, self.transports),
@@ -93,6 +168,9 @@ class TpSpWorkspace(Workspace):
             trace_events=trace_events,
             first_epoch=first_epoch,
         )
+        # Calls that split nothing pass it too, the first of them perhaps in a graph capture, where
+        # nothing may be allocated.
+        self.reserve_partials(1, 1, 0, 0)
 
     @staticmethod
     def required_bytes(
@@ -102,10 +180,17 @@ class TpSpWorkspace(Workspace):
         machine: Machine | str,
         transports: tuple[str, ...] = TRANSPORTS,
     ) -> int:
-        """Bytes a rank that a workspace of this size will take, before it is created."""
+        """Bytes a rank that a workspace of this size will take when it is created.
+
+        Not in it: the trace buffer, and split-K partials, which come with the first call that
+        splits and stay within the machine's `max_split_k_bytes` a call; `num_bytes()` counts both.
+        """
         model = load_machine(machine)
         regions = _regions(world_size, max_tokens, max_features, transports)
-        return workspace_num_bytes(regions, _tile_rows(max_tokens, world_size, model))
+        return (
+            workspace_num_bytes(regions, _tile_rows(max_tokens, world_size, model))
+            + NO_PARTIALS * 4
+        )
 
     def reserve_partials(self, tiles: int, split_k: int, block_m: int, block_n: int) -> None:
         """Makes room for the FP32 partial tiles of split-K.
@@ -118,20 +203,71 @@ class TpSpWorkspace(Workspace):
                 f"split_k: {tiles} tiles in {split_k} parts, wanted at most {SPLIT_TICKETS} parts; "
                 "use split_k=1"
             )
-        needed = tiles * split_k * block_m * block_n if split_k > 1 else 4
+        needed = tiles * split_k * block_m * block_n if split_k > 1 else NO_PARTIALS
+        if split_k > 1 and 4 * needed > self.machine.max_split_k_bytes:
+            raise WorkspaceError(
+                f"split_k: {tiles} tiles in {split_k} parts take {4 * needed} bytes, wanted at "
+                f"most {self.machine.max_split_k_bytes}; use a smaller split_k"
+            )
         if self.partials is None or self.partials.numel() < needed:
             if self.world.is_capturing():
                 raise WorkspaceError(
                     "split_k: the partials would be allocated during graph capture; call "
                     "prepare_ag_gemm() first"
                 )
-            # A captured graph may still replay on the smaller one.
-            self._outgrown.append(self.partials)
+            if self.partials is not None:
+                # A captured graph may still replay on the smaller one.
+                self._outgrown.append(self.partials)
             self.partials = self.world.local("partials", needed, torch.float32)
 
+    def num_bytes(self) -> int:
+        """Bytes that this workspace takes on each rank now, split-K partials included."""
+        if not self.world.fused:
+            return 0
+        held = [t for t in (self.partials, *self._outgrown) if t is not None]
+        return super().num_bytes() + sum(t.numel() * t.element_size() for t in held)
+
+    def pass_over(self) -> None:
+        """Stands for the launch of a call without rows, which has none.
+
+        Raises:
+            PeerError: an earlier call on the workspace was given up.
+        """
+        self.check()
+        self._calls_without_rows += 1
+
+    def start_hash(self, call_hash: int) -> int:
+        """What the ranks compare at the start of a launch, 31 bits.
+
+        A call without rows takes no epoch. Were it without rows on one rank alone, every later
+        call there would meet the one before it on its peers; the count makes the hashes differ.
+        """
+        # Odd, hence another value for every count; the golden ratio spreads the bits.
+        return call_hash ^ (self._calls_without_rows * 0x9E3779B1 & 0x7FFFFFFF)
+
+    def begin(self, op: str, call_hash: int) -> None:
+        """Before a launch: raises what earlier calls left, orders calls on different streams."""
+        if self._calls_without_rows:
+            op = f"{op} (calls without rows before it: {self._calls_without_rows})"
+        super().begin(op, call_hash)
+
+    def reset(self) -> None:
+        """Zeroes every word and revives the workspace after an abort.
+
+        Collective.
+        """
+        self._calls_without_rows = 0
+        super().reset()
+
     def destroy(self) -> None:
-        """Collective and idempotent: releases the memory."""
-        self.prepared.clear()
-        self.partials = None
-        self._outgrown.clear()
-        super().destroy()
+        """Releases the memory, as `Workspace.destroy()` does, and what calls prepared.
+
+        Collective and idempotent.
+        """
+        try:
+            super().destroy()
+        finally:
+            # Only now: until the base class has synchronised, calls may still use the partials.
+            self.prepared.clear()
+            self.partials = None
+            self._outgrown.clear()

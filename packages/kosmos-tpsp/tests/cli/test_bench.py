@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def test_the_command_on_record_names_no_folder_of_this_machine(
     monkeypatch.setattr(sys, "argv", ["/some/python/file.py", *arguments, "--png=/else/x.png"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert _command() == (
-        "torchrun --nproc-per-node 2 -m kosmos_tpsp bench ag_gemm --shapes '8,8,8;llama3' "
+        "torchrun --nproc-per-node 2 -m kosmos_tpsp -- bench ag_gemm --shapes '8,8,8;llama3' "
         "--json x.json --png=x.png"
     )
 
@@ -238,6 +239,27 @@ def test_bad_arguments_end_with_status_2_and_one_line(
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ag_gemm"]) == 2
     assert "no GPU is visible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_nccl_runs_without_multicast_unless_asked(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def stop(device: int) -> None:
+        raise Reached
+
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "")
+    if given is None:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    else:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
+    monkeypatch.setattr(torch.cuda, "set_device", stop)
+    with pytest.raises(Reached), session.process_group():
+        pass
+    assert os.environ["NCCL_NVLS_ENABLE"] == (given or "0")
 
 
 def run_bench(tmp_path: Path, *launcher: str) -> dict[str, Any]:

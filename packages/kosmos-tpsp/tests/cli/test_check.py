@@ -59,9 +59,9 @@ def test_json_is_one_object_with_the_wanted_case_first(capsys: pytest.CaptureFix
     [
         (["--layout", "nn", "--transport", "push"], "nn m=96"),
         (["--policy", "two_way", "--order", "naive"], "two_way naive"),
-        (["--policy", "serial", "--transport", "pull"], "2 launches"),
+        (["--policy", "serial", "--transport", "pull"], ": fused, 2 launches,"),
         (["--policy", "fixed", "--order", "chunk_major", "--cap", "2"], "cap=2"),
-        (["--delay", "--seed", "5", "--calls", "1"], "calls=1: fused"),
+        (["--delay", "--seed", "5", "--calls", "1"], "calls=1: fused, 1 launch,"),
     ],
 )
 def test_a_line_for_each_case(
@@ -96,6 +96,19 @@ def test_a_decline_is_a_failure_unless_allowed(capsys: pytest.CaptureFixture[str
     assert report["cases"][0]["path"] == "reference"
 
 
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_declined_line_gives_the_reason_and_how_to_accept(
+    allow: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--world", "cpu:2", "--m", "32", "--n", "41", "--k", "16", "--schedules", "1"]
+    status = main(["check", "ag_gemm", *arguments, *(["--allow-decline"] if allow else [])])
+    assert status == (0 if allow else 1)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert ("passed: declined: " if allow else "FAILED: declined: ") in first
+    assert ("--allow-decline accepts it" in first) == (not allow)
+    assert "launch" not in first
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -118,7 +131,7 @@ def test_a_decline_is_a_failure_unless_allowed(capsys: pytest.CaptureFixture[str
         (["--layout", "nt"], "'nt' is not one of"),
         (["--plant", "nothing"], "plant: got 'nothing'"),
         (["--plant", "no_barrier", "--world", "gpu:8"], "plant: defects live on the CPU"),
-        (["gemm_rs"], "'gemm_rs' is not"),
+        (["gemm_rs"], "'[OP]': 'gemm_rs' is not"),
     ],
 )
 def test_bad_arguments_are_refused_in_a_line(
@@ -217,6 +230,33 @@ def test_a_killed_rank_is_named_and_the_others_revive(capsys: pytest.CaptureFixt
         assert "phase" in text
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_living_rank_is_blamed(capsys: pytest.CaptureFixture[str], victim: int) -> None:
+    # So few tiles that a builder waits for a living peer's rows, which wait for the victim, as
+    # early as a mover waits for the victim itself.
+    shape = ["--m", "48", "--n", "16", "--k", "32", "--transport", "pull"]
+    kill = ["--kill-rank", str(victim), "--schedules", "2"]
+    status, report, _ = check(capsys, "--world", "cpu:3", *shape, *kill)
+    assert status == 0
+    assert {f"for rank {victim}" in text for text in report["errors"]} == {True}
+
+
+def test_the_text_tells_who_was_killed_and_what_the_others_raised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--world", "cpu:3", *SMALL, "--kill-rank", "2", "--schedules", "2"]
+    assert main(["check", "ag_gemm", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    case, killed_line, *raised, end = out.splitlines()
+    assert case.endswith(": passed")
+    assert "rank 2 killed" in killed_line
+    assert [line.split(":")[0].strip() for line in raised] == [
+        f"rank {rank} raised PeerTimeoutError" for rank in (0, 1)
+    ]
+    assert "reset() on all ranks" in end
+
+
 def test_a_killed_rank_that_is_not_noticed_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +294,7 @@ def test_a_plant_is_shown_and_its_exit_status_is_1(capsys: pytest.CaptureFixture
     assert status == 1
     assert report["passed"] is False
     assert report["cases"][0]["races"] == 1
+    assert report["cases"][0]["transport"] in ("push", "pull")
     told = report["plant"]["caught"]
     assert told["wg"].startswith("rank")
     assert told["line"]

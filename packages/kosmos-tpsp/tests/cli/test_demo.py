@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli import demo_run, relaunch
 from kosmos_tpsp.cli.demo_layer import Layer, library_text, real_layer, small_layer
 from kosmos_tpsp.cli.demo_run import Outcome
-from kosmos_tpsp.cli.demo_show import _from_zero, _switches
+from kosmos_tpsp.cli.demo_show import _bytes, _from_zero, _switches, _table
+from rich.console import Console
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +56,7 @@ def test_the_command_shows_a_right_result_and_writes_trace_and_picture(
     assert str(picture) in shown
     assert "https://ui.perfetto.dev" in shown
     # 512 tokens in tiles of 16, 352 columns in tiles of 32; 16 units of 16 tokens.
-    assert re.search(r"│\s+1 │.*│\s+0 │\s+352 │\s+16 │\s+65,536 │", shown)
+    assert re.search(r"^ +1 .* 0 +352 +16 +64 KiB +\d of 8 ", shown, re.MULTILINE)
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     assert {"move", "build", "call"} <= {e["name"] for e in events}
@@ -80,6 +83,27 @@ def test_counts_of_the_trace_are_those_of_the_work() -> None:
     assert max(total) == sum(o.count("build") + o.count("move") for o in outcomes)
     assert list(done) == sorted(done)
     assert 0 < max(done) <= max(total)
+    # It moves on while tiles are built, which no trace shows before the end.
+    moved = sum(o.count("move") for o in outcomes)
+    assert len({count for count in done if moved < count < max(total)}) >= 4
+
+
+def test_the_table_fits_80_columns() -> None:
+    outcomes, _, _ = small(2)
+    # As many workgroups as a GPU has, as many bytes as the real layer moves.
+    outcomes = [replace(o, spans=o.spans * 30, unit_bytes=1 << 20) for o in outcomes]
+    outcomes[0] = replace(
+        outcomes[0], spans=tuple(replace(s, wg=i) for i, s in enumerate(outcomes[0].spans))
+    )
+    screen = Console(width=80, record=True, file=io.StringIO())
+    screen.print(_table(outcomes))
+    shown = screen.export_text()
+    assert "\u2026" not in shown
+    assert len(shown.splitlines()) == 2 + len(outcomes)
+    for o in outcomes:
+        assert f"{o.rel_err:.2e}" in shown
+    assert _bytes(196_608) == "192 KiB"
+    assert _bytes(58_720_256) == "56.0 MiB"
 
 
 def test_simulated_time_lets_gather_and_gemm_overlap() -> None:
@@ -147,8 +171,8 @@ def test_the_real_layer_is_the_tables() -> None:
 
 
 def test_many_workgroups_are_summed_up() -> None:
-    assert _switches([1, 1, 0]) == "1 1 0"
-    assert _switches([1] * 8 + [0] * 124) == "8 WGs 1, 124 WGs 0"
+    assert _switches([1, 1, 0]) == "2 of 3"
+    assert _switches([1] * 8 + [0] * 124) == "8 of 132"
 
 
 def test_clocks_of_gpus_are_counted_from_their_first_span() -> None:
@@ -183,6 +207,7 @@ def test_bad_arguments_end_with_status_2_and_one_line(
     assert captured.out == ""
     [line] = captured.err.splitlines()
     assert says in line
+    assert line.count("world:") <= 1
     assert list(tmp_path.iterdir()) == []
 
 

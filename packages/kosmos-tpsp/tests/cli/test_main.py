@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -58,6 +60,42 @@ def test_bad_arguments_are_one_line_and_exit_status_2(
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+    assert ("see --help" in err) == (not arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["check", "--world", "group"], "start with torchrun"),
+        (["bench", "ag_gemm", "--shapes", "8,8,8"], "no GPU is visible"),
+    ],
+)
+def test_groups_need_no_greenlet(arguments: list[str], says: str) -> None:
+    code = (
+        "import sys; sys.modules['greenlet'] = None\n"
+        "import torch; torch.cuda.is_available = lambda: False\n"
+        "from kosmos_tpsp.__main__ import main\n"
+        f"status = main({arguments!r})\n"
+        "assert 'kosmos_core.executor' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+    assert run.returncode == 2, run.stderr
+    assert says in run.stderr
+
+
+def test_a_check_runs_through_on_a_group_without_greenlet(tmp_path: Path) -> None:
+    (tmp_path / "greenlet.py").write_text("raise ImportError('blocked')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check = ["check", "--world", "group", "--m", "16", "--n", "8", "--k", "8", "--allow-decline"]
+    command = [sys.executable, *launcher, "-m", "kosmos_tpsp", "--", *check]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert ": passed: declined: " in run.stdout
 
 
 def test_the_module_runs_as_a_program() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -169,8 +170,11 @@ def test_no_rows_launch_nothing_and_return_empty_outputs(on_cpu: OnCpu) -> None:
 
 
 def test_rows_that_are_not_aligned_take_the_reference_path_on_every_rank(
-    on_cpu: OnCpu, caplog: pytest.LogCaptureFixture
+    on_cpu: OnCpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # `kosmos_tpsp.ops.ag_gemm` as an attribute is the function.
+    monkeypatch.setattr(sys.modules["kosmos_tpsp.ops.ag_gemm"], "_LOGGED", set())
+
     def host(rank: int, world: World) -> str:
         workspace = TpSpWorkspace(world, ROWS * world.size, K)
         x, w = matrix(ROWS, 12, seed=rank), matrix(N, 12, seed=9 + rank)
@@ -189,8 +193,20 @@ def test_rows_that_are_not_aligned_take_the_reference_path_on_every_rank(
         for reason in on_cpu(3, host):
             assert "rows of k = 12 bf16 elements are 24 bytes, not a multiple of 16" in reason
     said = [record for record in caplog.records if "takes the reference path" in record.message]
-    # Once a rank and shape, however often it is called.
-    assert len(said) == 3
+    # Once, however often and on however many ranks it is called.
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("k", [K, 12])
+def test_no_result_requires_grad_fused_or_declined(k: int, on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> str | None:
+        workspace = TpSpWorkspace(world, ROWS * world.size, K)
+        x, w = matrix(ROWS, k).requires_grad_(), matrix(N, k).requires_grad_()
+        results = ag_gemm(x, w, workspace, keep_gathered=True)
+        assert not any(result.requires_grad for result in results)
+        return describe_call(x, w, workspace, AgGemmOptions(keep_gathered=True)).decline
+
+    assert [reason is None for reason in on_cpu(2, host)] == [k == K] * 2
 
 
 def test_prepare_makes_the_call_that_it_prepares(on_cpu: OnCpu) -> None:

@@ -18,7 +18,8 @@ from kosmos_core.errors import (
     WorkspaceError,
 )
 from kosmos_core.worlds import World
-from kosmos_tpsp.ops.ag_gemm import ag_gemm
+from kosmos_tpsp.ops import validate
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 SIZE, ROWS, N, K = 4, 24, 24, 16
@@ -81,6 +82,14 @@ def of_shape(rows: int, n: int, k: int, **options: Any) -> Call:
     return lambda workspace: ag_gemm(matrix(rows, k), matrix(*w), workspace, **options)
 
 
+def out_over(workspace: TpSpWorkspace, source: torch.Tensor, place: int) -> None:
+    """A call whose x (place 0) or w (place 1) lies at the end of its out."""
+    out = matrix(SIZE * ROWS, N)
+    operands = [X, W]
+    operands[place] = out.view(-1)[-source.numel() :].view(source.shape)
+    ag_gemm(*operands, workspace, out=out)
+
+
 X, W = matrix(ROWS, K), matrix(N, K)
 
 REFUSED = {
@@ -102,6 +111,28 @@ REFUSED = {
     "out": (
         lambda ws: ag_gemm(X, W, ws, out=torch.empty(SIZE * ROWS, N)), "out: got", "shape",
     ),
+    "x is none": (lambda ws: ag_gemm(None, W, ws), "x: got NoneType", "argument"),
+    "w is a list": (lambda ws: ag_gemm(X, [1], ws), "w: got list", "argument"),
+    "out is a list": (lambda ws: ag_gemm(X, W, ws, out=[1]), "out: got list", "argument"),
+    "out over x": (lambda ws: out_over(ws, X, 0), "out: got memory that x or w", "argument"),
+    "out over w": (lambda ws: out_over(ws, W, 1), "out: got memory that x or w", "argument"),
+    "out with grad": (
+        lambda ws: ag_gemm(X, W, ws, out=matrix(SIZE * ROWS, N).requires_grad_()),
+        "out: got a tensor that requires grad", "argument",
+    ),
+    "unknown choice": (of_shape(ROWS, N, K, caps=8), "caps: got a choice", "argument"),
+    "choice beside options": (
+        of_shape(ROWS, N, K, cap=2, options=AgGemmOptions()), "cap: got together", "argument",
+    ),
+    "options of another kind": (of_shape(ROWS, N, K, options={}), "options: got dict", "argument"),
+    "cap of another type": (of_shape(ROWS, N, K, cap="8"), "cap: got '8'", "argument"),
+    "cap without a hash": (of_shape(ROWS, N, K, cap=[4]), "cap: got [4]", "argument"),
+    "policy without a hash": (
+        of_shape(ROWS, N, K, policy=["one_way"]), "policy: got ['one_way']", "argument",
+    ),
+    "no policy": (of_shape(ROWS, N, K, policy=None), "policy: got None", "argument"),
+    "split of another type": (of_shape(ROWS, N, K, split_k=2.0), "split_k: got 2.0", "argument"),
+    "flag": (of_shape(ROWS, N, K, force="no"), "force: got 'no'", "argument"),
 }  # fmt: skip
 
 
@@ -116,6 +147,28 @@ def test_a_refused_call_raises_here_and_tells_the_peers_why(case: str, on_cpu: O
             assert type(error) is PeerFaultError
             assert f"rank {VICTIM} refused its call before launch: bad {reason}" in str(error)
             assert (error.rank, error.raised_by) == (rank, VICTIM)
+
+
+def test_whatever_goes_wrong_before_the_launch_is_told_to_the_peers(
+    on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = matrix(ROWS, K)
+    dense = validate.dense
+
+    def without_memory(t: torch.Tensor) -> torch.Tensor:
+        if t is failing:
+            raise KosmosError("out of memory")
+        return dense(t)
+
+    monkeypatch.setattr(validate, "dense", without_memory)
+    errors = on_cpu(SIZE, host, lambda ws: ag_gemm(failing, W, ws), 120.0, jump_clock=False)
+    assert str(errors.pop(VICTIM)) == "out of memory"
+    assert all(type(error) is PeerFaultError and error.peer == VICTIM for error in errors)
+
+
+def test_something_else_than_a_workspace_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="workspace: got NoneType"):
+        ag_gemm(X, W, None)  # type: ignore[arg-type]
 
 
 OTHER_CALLS = {
@@ -162,6 +215,41 @@ def test_no_rows_on_one_rank_alone_end_by_the_bound(on_cpu: OnCpu) -> None:
 
     errors = on_cpu(SIZE, bounded)
     assert all(type(error) is PeerTimeoutError and error.peer == VICTIM for error in errors)
+
+
+def test_no_rows_on_one_rank_alone_pair_no_later_call_with_another(on_cpu: OnCpu) -> None:
+    # Nobody meets between the calls: without the count of calls that launch nothing, each call of
+    # rank 0 would meet the one before it of its peers, and give wrong rows in silence.
+    def equal_calls(rank: int, world: World) -> tuple[KosmosError, str]:
+        workspace = TpSpWorkspace(world, 3 * ROWS, K)
+
+        def calls() -> None:
+            for step in range(3):
+                rows = 0 if rank == 0 and step == 0 else ROWS
+                ag_gemm(matrix(rows, K, seed=step), matrix(N, K), workspace)
+            workspace.synchronize()
+
+        error = error_of(calls)
+        world.barrier()
+        workspace.reset()
+        good(rank, workspace)
+        return error, workspace.last_op
+
+    for rank, (error, last_op) in enumerate(on_cpu(3, equal_calls, jump_clock=False)):
+        assert type(error) is PeerMismatchError
+        assert 0 in (error.rank, error.peer, error.raised_by)
+        assert ("calls without rows before it: 1" in str(error)) == (rank == 0)
+        assert last_op == f"ag_gemm tn m={3 * ROWS} n={N} k={K}"
+
+
+def test_no_rows_on_every_rank_leave_later_calls_alone(on_cpu: OnCpu) -> None:
+    def equal_calls(rank: int, world: World) -> None:
+        workspace = TpSpWorkspace(world, 2 * ROWS, K)
+        for _ in range(2):
+            ag_gemm(matrix(0, K), matrix(N, K), workspace)
+            good(rank, workspace)
+
+    on_cpu(2, equal_calls, jump_clock=False)
 
 
 def test_a_workspace_that_is_too_small_is_refused(on_cpu: OnCpu) -> None:
@@ -261,6 +349,7 @@ def test_after_an_abort_the_first_error_stays_until_the_reset(on_cpu: OnCpu) -> 
         world.barrier()
         found = [error_of(workspace.check), error_of(workspace.synchronize)]
         found.append(error_of(lambda: good(rank, workspace)))
+        found.append(error_of(lambda: ag_gemm(matrix(0, K), W, workspace)))
         workspace.reset()
         workspace.check()
         good(rank, workspace)

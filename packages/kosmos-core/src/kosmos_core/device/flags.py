@@ -30,10 +30,13 @@ import triton.language as tl
 
 from kosmos_core.device.layout import (
     ABORT,
+    FLAG_START,
+    MAX_RANKS,
     RAISED,
     RECORD,
     RECORD_WORDS,
     SIGNAL,
+    START,
     TIMEOUT,
 )
 from kosmos_core.device.peers import peer_ptr
@@ -99,11 +102,31 @@ def abort_all(ctx, rank, epoch, code, peer, phase, flag, index, seen, wanted):
 
 
 @triton.jit
+def start_word_of(call, peer):
+    """The start word that a peer left here for calls of this parity; orders nothing."""
+    slot_ptr = call.signal_ptr + START + call.parity * MAX_RANKS + peer
+    return tl.atomic_add(slot_ptr, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def absent_peer(ctx, call):
+    """The lowest peer that has not started this call, or -1."""
+    absent = call.rank * 0 - 1
+    for step in range(ctx.WORLD):
+        peer = ctx.WORLD - 1 - step
+        if peer != call.rank:
+            if start_word_of(call, peer) != call.start_word:
+                absent = call.rank * 0 + peer
+    return absent
+
+
+@triton.jit
 def flag_wait(ctx, call, flag_ptr, wanted, peer, index, phase, flag, SCOPE: tl.constexpr):
     """Waits until an arrival counter reaches `wanted`.
 
     Returns 1, or 0 when the call is aborted. A wait that outlasts the bound aborts the call on
-    every rank, naming `peer`, `phase` and `flag`.
+    every rank, naming `peer`, `phase` and `flag`; or a peer that has not even started, since
+    whatever is missing then waits for it, at whichever rank.
     """
     # 0 waiting, 1 arrived, 2 somebody gave up, 3 the bound is over. One poll only stands in the
     # loop: two are merged into an irreducible loop by triton 3.6 on AMD.
@@ -124,8 +147,21 @@ def flag_wait(ctx, call, flag_ptr, wanted, peer, index, phase, flag, SCOPE: tl.c
                 state = tl.full((), 3, tl.int32)
     if state == 3:
         zero = seen * 0
+        blamed = zero + peer
+        word = zero + flag
+        place = zero + index
+        found = seen.to(tl.int64)
+        needed = (zero + wanted).to(tl.int64)
+        absent = absent_peer(ctx, call)
+        if absent >= 0:
+            # Its rows, or what others were to do once it is there, are what is missing.
+            blamed = absent
+            word = zero + FLAG_START
+            place = absent
+            found = start_word_of(call, absent)
+            needed = call.start_word
         abort_all(
-            ctx, call.rank, call.epoch, zero + TIMEOUT, zero + peer, zero + phase, zero + flag,
-            zero + index, seen, zero + wanted,
+            ctx, call.rank, call.epoch, zero + TIMEOUT, blamed, zero + phase, word, place, found,
+            needed,
         )  # fmt: skip
     return (state == 1).to(tl.int32)

@@ -34,11 +34,12 @@ def gemm_tile(
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-        a = load_tile(a_view, chunk, row, k, BLOCK_M, BLOCK_K, EVEN_K, TARGET)
+        a = load_tile(a_view, chunk, row, k, BLOCK_M, BLOCK_K, True, EVEN_K, TARGET)
         if LAYOUT == TN:
-            b = load_tile(b_view, 0, col, k, BLOCK_N, BLOCK_K, EVEN_K, TARGET).T
+            b = load_tile(b_view, 0, col, k, BLOCK_N, BLOCK_K, True, EVEN_K, TARGET).T
         else:
-            b = load_tile(b_view, 0, k, col, BLOCK_K, BLOCK_N, EVEN_N, TARGET)
+            # Rows past k are 0: the columns of A there are, but 0 times Inf is not.
+            b = load_tile(b_view, 0, k, col, BLOCK_K, BLOCK_N, EVEN_K, EVEN_N, TARGET)
         acc = tl.dot(a, b, acc)
     return acc
 

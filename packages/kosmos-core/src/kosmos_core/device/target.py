@@ -134,27 +134,36 @@ def load_tile(
     col,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
     EVEN_COLS: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """[BLOCK_ROWS, BLOCK_COLS] from (chunk, row, col).
 
-    Columns past the end read 0; rows past it are undefined.
+    Columns past the end read 0, and so do rows past it unless EVEN_ROWS.
+    EVEN_ROWS: the rows are a multiple of BLOCK_ROWS, or what comes of those past the end is never
+        stored, so that pointers need no mask.
     EVEN_COLS: the columns are a multiple of BLOCK_COLS, so that pointers need no mask.
     """
     if TARGET == NVIDIA:
         return view.load([chunk, row, col]).reshape(BLOCK_ROWS, BLOCK_COLS)
     else:
-        # Rows past the end read the last row instead of being masked: what comes of them is never
-        # stored.
-        rows = tl.minimum(row + tl.arange(0, BLOCK_ROWS), view.rows - 1).to(tl.int64)
+        # Rows past the end read the last row, so that those not masked stay inside.
+        row_ids = row + tl.arange(0, BLOCK_ROWS)
+        rows = tl.minimum(row_ids, view.rows - 1).to(tl.int64)
         cols = col + tl.arange(0, BLOCK_COLS)
         base = view.ptr + view.rows.to(tl.int64) * view.cols * chunk
         pointers = base + rows[:, None] * view.cols + cols[None, :]
-        if EVEN_COLS:
+        inside_cols = (cols < view.cols)[None, :]
+        inside_rows = (row_ids < view.rows)[:, None]
+        if EVEN_ROWS and EVEN_COLS:
             return tl.load(pointers)
+        elif EVEN_ROWS:
+            return tl.load(pointers, mask=inside_cols, other=0.0)
+        elif EVEN_COLS:
+            return tl.load(pointers, mask=inside_rows, other=0.0)
         else:
-            return tl.load(pointers, mask=(cols < view.cols)[None, :], other=0.0)
+            return tl.load(pointers, mask=inside_rows & inside_cols, other=0.0)
 
 
 @triton.jit

@@ -41,11 +41,20 @@ def probe_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("torch", "triton", *DISTRIBUTIONS):
         try:
-            found[name] = version(name)
+            found[name] = torch_version() if name == "torch" else version(name)
         except PackageNotFoundError:
             there = on_path(name.replace("-", "_"))
             found[name] = "on the path, not installed" if there else "not installed"
     return found
+
+
+def torch_version() -> str:
+    """Version of torch with the label of its build (+cpu, +cu130), which its metadata may lack."""
+    try:
+        import torch
+    except Exception:
+        return version("torch")
+    return str(torch.__version__)
 
 
 def on_path(module: str) -> bool:
@@ -85,11 +94,16 @@ def probe_gpus(faults: dict[str, str]) -> list[dict[str, Any]]:
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
-        raise RuntimeError("this build of torch is for CPUs; install one for CUDA or ROCm")
+        return []
     if not torch.cuda.is_available():
-        # Says what is_available() swallows: no driver, one that is too old, no permission.
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        raise RuntimeError("no GPU is visible")
+        # Says what is_available() swallows: a driver that is too old, no permission.
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            # A machine without a driver is in order.
+            if not str(error).startswith("Found no NVIDIA driver"):
+                raise
+        return []
     driver = gpu_driver()
     gpus = []
     for index in range(torch.cuda.device_count()):

@@ -28,7 +28,13 @@ def probe_worlds(report: Report) -> list[WorldReport]:
 
 
 def _no_gpu(report: Report) -> str:
-    return report.faults.get("gpus", "no GPU is visible")
+    if "gpus" in report.faults:
+        return report.faults["gpus"]
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this build of torch is for CPUs; install one for CUDA or ROCm"
+    return "no GPU is visible"
 
 
 def _group(report: Report) -> WorldReport:
@@ -46,7 +52,8 @@ def _group(report: Report) -> WorldReport:
     if not dist.is_nccl_available():
         return WorldReport("group", False, "this build of torch has neither NCCL nor RCCL")
     count = min(len(report.gpus), MAX_RANKS)
-    tail = f"{CHECK} --world group" if _has_check() else "-m kosmos_core measure --quick"
+    check = CHECK.replace("kosmos_tpsp ", "kosmos_tpsp -- ")
+    tail = f"{check} --world group" if _has_check() else "-m kosmos_core -- measure --quick"
     detail = f"one process a GPU, up to {count} ranks"
     return WorldReport("group", True, detail, f"torchrun --nproc-per-node {count} {tail}")
 

@@ -225,7 +225,9 @@ def _commit() -> str | None:
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
-        command = ("git", "-C", str(here.parent), *arguments)
+        # In containers the tree often belongs to another user, which git refuses by itself.
+        trusted = ("-c", "safe.directory=*")
+        command = ("git", *trusted, "-C", str(here.parent), *arguments)
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 

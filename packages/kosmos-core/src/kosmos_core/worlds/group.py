@@ -64,7 +64,6 @@ class GroupWorld(World):
         if reserve_sms < 0:
             raise WorldError(f"reserve_sms: got {reserve_sms}, wanted 0 or more")
         self._num_wgs = num_sms(self._device) - reserve_sms
-        self._last_stream: int | None = None
 
     def _default_reserve(self) -> int:
         others = len(dist.distributed_c10d._world.pg_map) - 1
@@ -118,14 +117,21 @@ class GroupWorld(World):
         num_stages: int,
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if not self.is_capturing():
+        if self.is_capturing():
+            if not LAUNCHER.is_loaded(kernel, self._device.index, key):
+                raise WorldError(
+                    f"launch: the first one of {getattr(kernel, '__name__', kernel)} for this call "
+                    "compiles and loads it, which graph capture does not allow; prepare the call, "
+                    "or make it once, before the capture"
+                )
+        else:
             _order_of(self._device).enter(stream, num_wgs, self.order_after)
         LAUNCHER.launch(
             kernel, num_wgs, args, key, self._device.index, stream, num_warps, num_stages
         )
 
     def barrier(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self.synchronize()
         dist.barrier(self._group, device_ids=[self._device.index])
         torch.cuda.synchronize(self._device)
 
@@ -140,7 +146,11 @@ class GroupWorld(World):
         return out
 
     def synchronize(self) -> None:
+        order = _order_of(self._device)
+        # Threads may launch meanwhile.
+        launches = order.launches
         torch.cuda.synchronize(self._device)
+        order.forget(launches)
 
     def current_stream(self) -> Any:
         return torch._C._cuda_getCurrentRawStream(self._device.index)

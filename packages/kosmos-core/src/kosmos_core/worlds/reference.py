@@ -82,7 +82,8 @@ class ReferenceWorld(World):
 
     def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
-            return x
+            # A copy as in a larger group: what is gathered is never the caller's own tensor.
+            return x.clone(memory_format=torch.contiguous_format)
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]

@@ -42,6 +42,8 @@ HOST_SHAPE = (512, 256, 1024)
 @contextmanager
 def process_group() -> Iterator[None]:
     """The default group of this process on a GPU of its own: torchrun's, else a group of one."""
+    # Collectives without NVLink multicast, as docs/benchmarking.md says, unless asked for.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda", torch.cuda.current_device())
     if "RANK" in os.environ:

@@ -60,7 +60,10 @@ def bench(
     json_path: Path | None,
     png_path: Path | None,
 ) -> int:
-    """Time OP (ag_gemm) on the GPUs of this group; start it with torchrun.
+    """Time OP (ag_gemm) on the GPUs of this group.
+
+    Start it with torchrun --nproc-per-node N -m kosmos_tpsp -- bench ag_gemm. NCCL runs without
+    NVLink multicast unless the environment sets NCCL_NVLS_ENABLE.
 
     Exit status: 0; 1 if an output was wrong or a rank gave up; 2 for bad arguments.
     """
@@ -125,10 +128,13 @@ def _check_outputs(*paths: Path | None) -> None:
 def _command() -> str:
     """The command line, without this machine's folders."""
     arguments = []
-    for argument in sys.argv[1:]:
+    given = sys.argv[2:] if sys.argv[1:2] == ["--"] else sys.argv[1:]
+    for argument in given:
         option, equals, value = argument.rpartition("=")
         name = Path(value).name if os.path.isabs(value) else value
         arguments.append(option + equals + name)
     ranks = os.environ.get("WORLD_SIZE")
     start = ["python"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
-    return shlex.join([*start, "-m", "kosmos_tpsp", *arguments])
+    # The -- keeps torchrun, up to Python 3.12, from taking --m for an option of its own.
+    apart = [] if ranks is None else ["--"]
+    return shlex.join([*start, "-m", "kosmos_tpsp", *apart, *arguments])

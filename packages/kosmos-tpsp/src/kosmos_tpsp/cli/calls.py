@@ -60,6 +60,7 @@ class Verdict:
         rel_err: ||out - reference|| / ||reference||, reference in FP64.
         repeated: whether an earlier call on the same operands gave the same bits; None: no such.
         problem: what is wrong, "" if nothing is.
+        decline: why the fused path was not taken, "" if it was.
     """
 
     call: Call
@@ -70,6 +71,7 @@ class Verdict:
     rel_err: float
     repeated: bool | None
     problem: str
+    decline: str = ""
 
 
 class Operands:

@@ -8,13 +8,12 @@ import click
 
 from kosmos_tpsp.cli.checking import run_request
 from kosmos_tpsp.cli.request import Request
-from kosmos_tpsp.cli.show_plant import show_plant
 
 OPS = ("ag_gemm",)
 
 
 @click.command()
-@click.argument("op", type=click.Choice(OPS), default=OPS[0])
+@click.argument("op", metavar="[OP]", type=click.Choice(OPS), default=OPS[0])
 @click.option(
     "--world", default="cpu:4", show_default=True, help="cpu:N, gpu:N, or group (under torchrun)."
 )
@@ -55,6 +54,8 @@ def check(plant: str | None, as_json: bool, **choices: Any) -> int:
     """
     request = Request(**choices)
     if plant is not None:
+        from kosmos_tpsp.cli.show_plant import show_plant
+
         return show_plant(plant, request, as_json)
     report, prints = run_request(request)
     if prints:
@@ -63,6 +64,8 @@ def check(plant: str | None, as_json: bool, **choices: Any) -> int:
         else:
             for case in report.cases:
                 click.echo(str(case))
+            for remark in report.remarks:
+                click.echo(remark)
         for problem in report.problems:
             click.echo(problem, err=True)
     return 0 if report.passed else 1

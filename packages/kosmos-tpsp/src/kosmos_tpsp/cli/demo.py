@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import click
 import torch
 import torch.distributed as dist
-from kosmos_core.errors import KosmosError, WorldError
-from kosmos_core.executor import ExecutorError
+from kosmos_core.errors import WorldError
 from kosmos_core.worlds import World, group_world, parse_world
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -19,9 +19,12 @@ from kosmos_tpsp.cli import demo_run
 from kosmos_tpsp.cli.demo_layer import library_text, real_layer, small_layer
 from kosmos_tpsp.cli.demo_run import Outcome
 from kosmos_tpsp.cli.demo_show import introduce, show
+from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.relaunch import relaunch, under_torchrun
 
 ON_CPU = "cpu:4"
+# What errors about worlds begin with; the option's name says it already.
+WORLD_PREFIX = re.compile(r"^(\w+ )?world: ")
 
 
 @click.command()
@@ -54,7 +57,9 @@ def demo(folder: Path, world: str | None, seed: int) -> int:
         if world == "group":
             return _on_group(folder, seed)
         return _on_virtual_ranks(world, folder, seed)
-    except (KosmosError, ExecutorError) as error:
+    except Exception as error:
+        if not is_reported(error):
+            raise
         click.echo(f"demo: {error}", err=True)
         return 1
 
@@ -111,7 +116,7 @@ def _virtual_world(spec: str, seed: int, counted: demo_run.Progress) -> World:
             return demo_run.executor_world(int(count), seed, counted)
         return parse_world(spec)
     except WorldError as error:
-        raise click.UsageError(f"--world: {error}") from None
+        raise click.UsageError(f"--world: {WORLD_PREFIX.sub('', str(error))}") from None
 
 
 def _on_group(folder: Path, seed: int) -> int:

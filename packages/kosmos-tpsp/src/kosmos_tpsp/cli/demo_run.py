@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from kosmos_core.device.trace import BUILD, EVENT_WORDS, MOVE
-from kosmos_core.executor import CostModel, Executor
+from kosmos_core.device.trace import EVENT_WORDS, MOVE
 from kosmos_core.testing.bench import EventTimer, time_rounds
 from kosmos_core.trace import Span, decode, role_switches
 from kosmos_core.worlds import World, cpu_world
@@ -21,16 +21,19 @@ from kosmos_tpsp.cli.demo_layer import Layer
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
+if TYPE_CHECKING:
+    from kosmos_core.executor import Executor
+
 # Workgroups of a virtual rank: some movers, more builders.
 WGS = 8
 TRACE_EVENTS = 512
 TIMEOUT_S = 60.0
 # The tiles are far smaller than a GPU's; rates are scaled down with them, so that a tile and a move
 # take as long beside a flag as they do there.
-COST = CostModel(local_gbps=50.0, remote_gbps=0.35, tflops=0.018)
+COST: dict[str, Any] = {"local_gbps": 50.0, "remote_gbps": 0.35, "tflops": 0.018}
 OPTIONS = AgGemmOptions(traced=True, force=True)
 BASELINE, FUSED = v.BASELINE, v.FUSED
-MOVED, BUILT = int(MOVE.value), int(BUILD.value)
+MOVED = int(MOVE.value)
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,26 @@ class Outcome:
         return list(role_switches(self.spans).values())
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What one rank has to do.
+
+    Attributes:
+        units: units that it moves.
+        tiles: tiles that it builds.
+        steps: multiplications of a tile.
+    """
+
+    units: int
+    tiles: int
+    steps: int
+
+
 class Progress:
-    """Counts, in the trace buffers, how many units have been moved and tiles built so far.
+    """Counts how many units have been moved and tiles built so far.
+
+    Moves are events in the trace buffers. A builder releases nothing before it leaves, so that its
+    events show only then: of tiles the multiplications count.
 
     Args:
         report: called with what is done and what there is to do.
@@ -88,18 +109,23 @@ class Progress:
 
     def __init__(self, report: Callable[[int, int], None]) -> None:
         self._kinds: list[torch.Tensor] = []
+        self._steps = 1
+        self._tiles = 0
         self._total = 0
         self._report = report
 
-    def watch(self, workspace: TpSpWorkspace, expected: int) -> None:
-        """Also counts what is recorded in a workspace, `expected` units and tiles in the end."""
+    def watch(self, workspace: TpSpWorkspace, expected: Expected) -> None:
+        """Also counts what is done in a workspace."""
         self._kinds.append(_trace_rows(workspace)[:, 1 :: int(EVENT_WORDS.value)])
-        self._total += expected
+        self._steps = expected.steps
+        self._tiles += expected.tiles
+        self._total += expected.tiles + expected.units
 
     def __call__(self, executor: Executor) -> None:
-        """Reports what the trace buffers hold."""
-        done = sum(int(((kinds == MOVED) | (kinds == BUILT)).sum()) for kinds in self._kinds)
-        self._report(done, self._total)
+        """Reports how far the ranks have come."""
+        moved = sum(int((kinds == MOVED).sum()) for kinds in self._kinds)
+        built = min(executor.num_dots // self._steps, self._tiles)
+        self._report(moved + built, self._total)
 
 
 def _trace_rows(workspace: TpSpWorkspace) -> torch.Tensor:
@@ -108,9 +134,11 @@ def _trace_rows(workspace: TpSpWorkspace) -> torch.Tensor:
 
 def executor_world(size: int, seed: int, progress: Progress) -> World:
     """Virtual ranks on the CPU with all checks on, in simulated time."""
+    from kosmos_core.executor import CostModel
+
     return cpu_world(
-        size, wgs=WGS, cost=COST, race="raise", strict=True, weak="late", seed=seed,
-        progress=progress, progress_every=200,
+        size, wgs=WGS, cost=CostModel(**COST), race="raise", strict=True, weak="late", seed=seed,
+        progress=progress, progress_every=50,
     )  # fmt: skip
 
 
@@ -124,7 +152,7 @@ def run_rank(
     layer: Layer,
     text: bytes,
     machine: Machine | None = None,
-    watch: Callable[[TpSpWorkspace, int], None] = lambda workspace, expected: None,
+    watch: Callable[[TpSpWorkspace, Expected], None] = lambda workspace, expected: None,
 ) -> Outcome:
     """Computes the layer fused and unfused and compares. Collective.
 
@@ -133,7 +161,7 @@ def run_rank(
         layer: what to compute.
         text: one byte a token.
         machine: for the plan; None takes the world's.
-        watch: told the workspace, and how many units and tiles to expect, before the fused call.
+        watch: told the workspace, and what to expect, before the fused call.
     """
     x = layer.chunk(text, world.rank, world.size, world.device)
     w = layer.weights(world.rank, world.device)
@@ -176,11 +204,11 @@ def run_rank(
         )
 
 
-def _expected(layer: Layer, world_size: int, plan: AgGemmPlan) -> int:
-    """Units that a rank moves and tiles that it builds."""
+def _expected(layer: Layer, world_size: int, plan: AgGemmPlan) -> Expected:
     rows = layer.tokens // world_size
     tiles = world_size * -(-rows // plan.block_m) * -(-layer.local_width // plan.block_n)
-    return tiles + (world_size - 1) * -(-rows // plan.tile_row_rows) * plan.slices
+    units = (world_size - 1) * -(-rows // plan.tile_row_rows) * plan.slices
+    return Expected(units, tiles, -(-layer.hidden // plan.block_k))
 
 
 def _times(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kosmos_core.trace import Span, draw_timeline, save_perfetto
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from kosmos_tpsp.cli.demo_layer import Layer
 from kosmos_tpsp.cli.demo_run import BASELINE, FUSED, Outcome
 
-MOST_WGS_LISTED = 16
 # A picture of more lanes would not fit a screen.
 MOST_LANES = 64
 VIEWER = "https://ui.perfetto.dev"
@@ -36,6 +36,7 @@ def show(
     screen: Console, outcomes: Sequence[Outcome], layer: Layer, folder: Path, *, simulated: bool
 ) -> bool:
     """Prints the table, writes the files, says what to look at; returns whether all was right."""
+    screen.print(f"plan: {_plan(outcomes[0])}", soft_wrap=True, markup=False)
     screen.print(_table(outcomes))
     for line in _remarks(outcomes, simulated):
         screen.print(line, soft_wrap=True, markup=False)
@@ -63,28 +64,32 @@ def show(
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(title=f"plan: {_plan(outcomes[0])}")
-    table.add_column("rank", justify="right")
+    """A table that fits 80 columns."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for heading in (
-        "error, fused", "error, unfused", "wrong", "tiles built", "units moved", "bytes moved",
-        "role switches a WG", "waiting",
+        "rank", "error", "unfused", "wrong", "tiles", "units", "bytes", "switched", "waiting",
     ):  # fmt: skip
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for o in outcomes:
         table.add_row(
             str(o.rank), f"{o.rel_err:.2e}", f"{o.rel_err_reference:.2e}", str(o.wrong),
-            str(o.count("build")), str(o.count("move")), f"{o.count('move') * o.unit_bytes:,}",
+            str(o.count("build")), str(o.count("move")), _bytes(o.count("move") * o.unit_bytes),
             _switches(o.switches), f"{o.share('wait'):.1%}",
             style="" if o.right else "red",
         )  # fmt: skip
     return table
 
 
+def _bytes(count: int) -> str:
+    """Four digits at most, in binary units."""
+    if count < 1 << 20:
+        return f"{count / (1 << 10):.0f} KiB"
+    return f"{count / (1 << 20):.1f} MiB"
+
+
 def _switches(counts: Sequence[int]) -> str:
-    """One number a workgroup, or how many workgroups have which, where there are many."""
-    if len(counts) <= MOST_WGS_LISTED:
-        return " ".join(map(str, counts))
-    return ", ".join(f"{counts.count(n)} WGs {n}" for n in sorted(set(counts), reverse=True))
+    """How many workgroups changed their role."""
+    return f"{sum(n > 0 for n in counts)} of {len(counts)}"
 
 
 def _plan(outcome: Outcome) -> str:
@@ -97,8 +102,10 @@ def _plan(outcome: Outcome) -> str:
 
 def _remarks(outcomes: Sequence[Outcome], simulated: bool) -> list[str]:
     remarks = [
-        "errors are relative, against FP64; wrong counts elements that differ from the unfused "
-        "path beyond rounding; waiting is the share of the workgroups' time"
+        "error and unfused: relative errors of the fused and the unfused path against FP64; "
+        "wrong: elements in which the two differ beyond rounding; tiles built, units and bytes "
+        "moved; switched: workgroups that changed from mover to builder; waiting: share of the "
+        "workgroups' time"
     ]
     lost = sum(o.lost_spans for o in outcomes)
     if lost:

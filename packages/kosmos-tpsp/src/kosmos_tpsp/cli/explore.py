@@ -18,7 +18,7 @@ OPS = ("ag_gemm",)
     type=click.IntRange(min=1),
     default=10_000,
     show_default=True,
-    help="Distinct schedules to run.",
+    help="Distinct schedules to run; the default takes hours, 20 about a minute.",
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0), help="Stop after so long.  [default: never]"

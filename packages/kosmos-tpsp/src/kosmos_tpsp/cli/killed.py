@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kosmos_core.errors import KosmosError
-from kosmos_core.executor import ExecutorError, Mutation
 from kosmos_core.worlds import World, cpu_world
 
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.cases import shapes
+from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.report import Report, case_of
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Meter, Run, on_all_ranks
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.cli.trouble import Trouble, Witness
+from kosmos_tpsp.cli.trouble import KINDS, Trouble, Witness
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+
+if TYPE_CHECKING:
+    from kosmos_core.executor import Mutation
 
 CPU_WGS = 4
 
@@ -46,8 +48,19 @@ def check_killed_rank(request: Request, options: AgGemmOptions, world: World | N
     report.problems += [f"rank {w.rank}: {text}" for w in witnesses for text in w.problems]
     case.passed = not report.problems
     report.cases.append(case)
+    report.remarks = _story(trouble, witnesses[: request.size], case.passed)
     report.extra["errors"] = sorted({w.told for w in witnesses if w.told})
     return report
+
+
+def _story(trouble: Trouble, seen: Sequence[Witness], passed: bool) -> list[str]:
+    """What happened in one schedule, a line each."""
+    raised = KINDS[trouble.kind].__name__
+    lines = [f"  first schedule: rank {trouble.victim} killed in its host code before call 3"]
+    lines += [f"  rank {w.rank} raised {raised}: {w.told}" for w in seen if w.told]
+    if passed:
+        lines.append("  then reset() on all ranks, and calls 1 and 2 gave the same bits again")
+    return lines
 
 
 def _on_devices(trouble: Trouble, world: World) -> list[Witness]:
@@ -83,7 +96,9 @@ def trouble_on_cpu(
     with cpu_world(size, wgs=wgs, vendor=vendor, mutations=mutations, **settings) as world:
         try:
             seen = world.spmd(trouble.host, world, Meter(world))
-        except (ExecutorError, KosmosError) as error:
+        except Exception as error:
+            if not is_reported(error):
+                raise
             failure = error
         schedule_hash = world.executor.schedule_hash  # type: ignore[attr-defined]
     return Run([], failure, schedule_hash), seen

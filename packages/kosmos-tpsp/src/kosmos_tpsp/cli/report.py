@@ -7,15 +7,13 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kosmos_core.executor import DataRace, Deadlock
-
-from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.calls import Call, Verdict
 from kosmos_tpsp.cli.rig import Run
 
 
 @dataclass
 class Case:
-    """One shape under one set of choices. The fields are those of the JSON object.
+    """One shape under one set of choices. The fields but `decline` are those of the JSON object.
 
     Attributes:
         path: "fused", or "reference" if any call was declined.
@@ -26,6 +24,7 @@ class Case:
         max_rel_err: largest relative error against FP64, over all calls and ranks.
         bitwise_repeat: whether equal calls gave equal bits, also in other schedules.
         races, deadlocks: schedules that ended so while this shape was running.
+        decline: why a call was declined and what to do, "" if none was.
     """
 
     op: str
@@ -49,6 +48,13 @@ class Case:
     races: int
     deadlocks: int
     passed: bool
+    decline: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The members of the JSON object."""
+        members = asdict(self)
+        del members["decline"]
+        return members
 
     def __str__(self) -> str:
         error = "none" if self.max_rel_err is None else f"{self.max_rel_err:.2e}"
@@ -57,11 +63,18 @@ class Case:
             f"{self.op} {self.world} {self.layout} m={self.m} n={self.n} k={self.k} {self.dtype} "
             f"{self.policy} {self.order} {self.transport or 'no transport'} "
             f"cap={'all' if self.cap is None else self.cap} schedules={self.schedules} "
-            f"calls={self.calls}: {self.path}, {self.kernel_launches} launches, "
+            f"calls={self.calls}: {self.path}, {self._launches}"
             f"{self.remote_bytes} B from peers, error {error}, bitwise repeat {repeat}, "
             f"{self.races} races, {self.deadlocks} deadlocks: "
-            f"{'passed' if self.passed else 'FAILED'}"
+            f"{'passed' if self.passed else 'FAILED'}{self.decline and ': ' + self.decline}"
         )
+
+    @property
+    def _launches(self) -> str:
+        # A declined call launches no kernel of its own.
+        if self.path == "reference":
+            return ""
+        return f"{self.kernel_launches} launch{'' if self.kernel_launches == 1 else 'es'}, "
 
 
 @dataclass
@@ -71,11 +84,13 @@ class Report:
     Attributes:
         cases: one a shape.
         problems: what is wrong, a text each.
+        remarks: what happened besides, a line each.
         extra: further members of the JSON object.
     """
 
     cases: list[Case] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,7 +100,7 @@ class Report:
 
     def to_json(self) -> str:
         """One JSON object."""
-        cases = [asdict(case) for case in self.cases]
+        cases = [case.as_dict() for case in self.cases]
         return json.dumps({"cases": cases, "passed": self.passed, **self.extra})
 
 
@@ -126,13 +141,21 @@ def case_of(
         remote_bytes=call.remote_bytes(size),
         max_rel_err=_finite(max((v.rel_err for v in own), default=None)),
         bitwise_repeat=all(repeats) if repeats else None,
-        races=sum(isinstance(run.failure, DataRace) for run in ended),
-        deadlocks=sum(isinstance(run.failure, Deadlock) for run in ended),
+        races=sum(type(run.failure).__name__ == "DataRace" for run in ended),
+        deadlocks=sum(type(run.failure).__name__ == "Deadlock" for run in ended),
         passed=bool(own)
         and not ended
         and not any(v.problem for v in own)
         and (allow_decline or not declined),
+        decline=_decline(own, allow_decline),
     )
+
+
+def _decline(verdicts: list[Verdict], allowed: bool) -> str:
+    reason = next((v.decline for v in verdicts if v.decline), "")
+    if not reason:
+        return ""
+    return f"declined: {reason}" + ("" if allowed else "; --allow-decline accepts it")
 
 
 def _finite(value: float | None) -> float | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from kosmos_core.errors import KosmosError
-from kosmos_core.executor import Executor, ExecutorError, Mutation
 from kosmos_core.workspace import DEFAULT_TIMEOUT_S
 from kosmos_core.worlds import World, cpu_world
 from kosmos_heuristics import Machine
 
 from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
+from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import (
     AgGemmOptions,
@@ -24,6 +24,9 @@ from kosmos_tpsp.ops.ag_gemm import (
     prepare_ag_gemm,
 )
 from kosmos_tpsp.workspaces import TpSpWorkspace
+
+if TYPE_CHECKING:
+    from kosmos_core.executor import Executor, Mutation
 
 # Calls that are issued before the host waits for any of them, where launches do not block.
 ROUND = 8
@@ -52,7 +55,7 @@ class Meter:
         self._launch = world.launch
         world.launch = self._count_launch  # type: ignore[method-assign]
         executor = getattr(world, "executor", None)
-        if isinstance(executor, Executor):
+        if executor is not None:
             self.measures = True
             # Where accesses are made, not where they are carried out: what runs then belongs to the
             # kernel, so that reports name its lines.
@@ -231,7 +234,8 @@ class Rig:
         if not problem and repeated is False:
             problem = "other bits than the same call before"
         path, transport = "fused" if fused else "reference", prepared.plan.transport
-        return Verdict(call, rank, path, transport, launches, error, repeated, problem)
+        decline = prepared.decline or ""
+        return Verdict(call, rank, path, transport, launches, error, repeated, problem, decline)
 
 
 @dataclass
@@ -294,7 +298,9 @@ def run_on_cpu(
             with executor.stream(0) if rig.queued else contextlib.nullcontext():
                 for found in world.spmd(rig.host, world, meter):
                     verdicts += found
-        except (ExecutorError, KosmosError) as error:
+        except Exception as error:
+            if not is_reported(error):
+                raise
             failure = error
         schedule_hash = executor.schedule_hash
     return Run(verdicts, failure, schedule_hash, rig.shape_in_progress())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kosmos_core.executor import Policy, PriorityRandom, Random, RoundRobin, Starve, Task
+if TYPE_CHECKING:
+    from kosmos_core.executor import Policy, Task
 
 POLICIES = (
     "round_robin",
@@ -82,6 +83,8 @@ class Schedule:
 
     def make_policy(self) -> Policy:
         """A fresh policy object; it holds state, so it serves one run."""
+        from kosmos_core.executor import PriorityRandom, Random, RoundRobin, Starve
+
         if self.policy == "round_robin":
             return RoundRobin()
         if self.policy == "random":

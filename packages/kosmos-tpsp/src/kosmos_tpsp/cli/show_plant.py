@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import click
+from kosmos_heuristics import AgGemmProblem, load_machine, plan_ag_gemm
 
 from kosmos_tpsp.cli.plant_list import PLANTS
 from kosmos_tpsp.cli.plants import Caught, Plant
@@ -77,13 +78,20 @@ def _tell(plant: Plant, caught: Caught | None, alarms: list[str]) -> None:
         click.echo("The same schedules without the defect pass.")
 
 
+def _planned_transport(plant: Plant) -> str:
+    """What the plan of the first call chooses where the plant leaves it the choice."""
+    call = plant.calls[0]
+    problem = AgGemmProblem(*call.shape, plant.ranks, call.options.layout)
+    return plan_ag_gemm(problem, load_machine("executor"), cap=plant.wgs).transport
+
+
 def _as_object(plant: Plant, caught: Caught | None, alarms: list[str]) -> dict[str, Any]:
     call = plant.calls[0]
     options = call.options
     case = Case(
         op="ag_gemm", world=f"cpu:{plant.ranks}", m=call.m, n=call.n, k=call.k, dtype="bf16",
         layout=options.layout, policy=options.policy, order=options.order,
-        transport=options.transport, cap=options.cap,
+        transport=options.transport or _planned_transport(plant), cap=options.cap,
         schedules=len(plant.seeds) if caught is None else plant.seeds.index(caught.seed) + 1,
         calls=len(plant.shapes), path="fused", kernel_launches=len(plant.shapes),
         remote_bytes=call.remote_bytes(plant.ranks), max_rel_err=None, bitwise_repeat=None,
@@ -95,7 +103,7 @@ def _as_object(plant: Plant, caught: Caught | None, alarms: list[str]) -> dict[s
     told = None if caught is None else asdict(caught)
     planted = {"name": plant.name, "rule": plant.rule, "what": plant.what}
     return {
-        "cases": [asdict(case)],
+        "cases": [case.as_dict()],
         "passed": caught is None,
         "plant": {**planted, "caught": told, "false_alarms": alarms},
     }

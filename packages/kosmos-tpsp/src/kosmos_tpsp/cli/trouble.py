@@ -15,7 +15,6 @@ from kosmos_core.errors import (
     PeerMismatchError,
     PeerTimeoutError,
 )
-from kosmos_core.executor import Executor
 from kosmos_core.worlds import World
 
 from kosmos_tpsp.cli.calls import Call, Operands, compare, same_bits
@@ -227,4 +226,4 @@ def _make(call: Call, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace
 
 def _seconds(world: World) -> float:
     executor = getattr(world, "executor", None)
-    return executor.clock.ns * 1e-9 if isinstance(executor, Executor) else time.monotonic()
+    return time.monotonic() if executor is None else float(executor.clock.ns * 1e-9)

@@ -105,68 +105,98 @@ def ag_gemm(
             size rows.
         w: [n, k] bfloat16 (layout "tn": out = gathered @ w.T) or [k, n] ("nn": out = gathered @ w).
         workspace: of the group; every rank makes the same calls on it in the same order.
-        out: [m, n] bfloat16 to write into; allocated when None.
-        options: a prepared set of choices.
+        out: [m, n] bfloat16 to write into, apart from x and w; allocated when None.
+        options: a prepared set of choices, instead of `choices`.
         **choices: fields of `AgGemmOptions`, when `options` is not given.
 
     Returns:
         out [m, n]; with the gathered input kept, (out, gathered [m, k]).
 
     Raises:
-        ArgumentError: wrong dtype, device, shape or choice; the peers are told.
+        ArgumentError: wrong type, dtype, device, shape or choice; the peers are told, as they are
+            of any other error before the launch.
         WorkspaceError: the workspace is destroyed or too small.
         PeerError: an earlier call on the workspace was given up.
+
+    Autograd: none, fused or declined alike: no result requires grad, whatever x and w do.
 
     Communication: all-gather of x, (world size - 1) * chunk_rows * k * 2 bytes into each rank.
     Synchronizes: no host synchronisation; a declined call waits for its peers on the host.
 
     Source: paper, section 3.2.1.
     """
-    options = options or AgGemmOptions(**choices)
+    validate.check_workspace(workspace)
     try:
+        options = _choose(options, choices)
         call = _prepare(x, w, workspace, options)
+        m, n, k = call.problem.m, call.problem.n, call.problem.k
+        if out is None:
+            out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
+        else:
+            validate.check_out(out, (m, n), x.device, x, w)
+        kept = None
+        if call.decline is None or m == 0:
+            x, w = validate.dense(x), validate.dense(w)
+            if call.problem.keeps_gathered:
+                kept = torch.empty((m, k), dtype=torch.bfloat16, device=x.device)
     except Rejected as rejected:
-        workspace.fault(rejected.code, f"ag_gemm({tuple(x.shape)}, {tuple(w.shape)})")
+        workspace.fault(rejected.code, _shown(x, w))
         raise rejected.error from None
-    m, n, k = call.problem.m, call.problem.n, call.problem.k
-    keeps = call.problem.keeps_gathered
-    if out is None:
-        out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
-    else:
-        _accept_out(out, (m, n), x.device, workspace, call.label)
+    except Exception:
+        # Whatever it is, the peers must not wait for a call that does not come.
+        workspace.fault(validate.ARGUMENT, _shown(x, w))
+        raise
     if m == 0:
-        return (out, x.new_empty((0, k))) if keeps else out
-    if call.decline is not None:
-        workspace.agree(call.label, call.call_hash)
-        product, gathered = reference.ag_gemm(x, w, workspace.world, options.layout)
-        out.copy_(product)
-        return (out, gathered) if keeps else out
-    x, w = validate.dense(x), validate.dense(w)
-    kept = torch.empty((m, k), dtype=torch.bfloat16, device=x.device) if keeps else None
-    for config, key in zip(call.configs, call.keys, strict=True):
-        _launch(x, w, out, kept, workspace, call, config, key, options.traced)
+        workspace.pass_over()
+    elif call.decline is not None:
+        workspace.agree(call.label, workspace.start_hash(call.call_hash))
+        # As in the fused path, which records nothing either.
+        with torch.no_grad():
+            product, gathered = reference.ag_gemm(x, w, workspace.world, options.layout)
+            out.copy_(product)
+        kept = gathered if call.problem.keeps_gathered else None
+    else:
+        for config, key in zip(call.configs, call.keys, strict=True):
+            _launch(x, w, out, kept, workspace, call, config, key, options.traced)
     return (out, kept) if kept is not None else out
 
 
-def _accept_out(
-    out: torch.Tensor,
-    shape: tuple[int, int],
-    device: torch.device,
-    workspace: TpSpWorkspace,
-    label: str,
-) -> None:
-    if (
-        out.shape != shape
-        or out.dtype != torch.bfloat16
-        or out.device != device
-        or not out.is_contiguous()
-        or out.data_ptr() % 16
-    ):
-        workspace.fault(validate.SHAPE, label)
-        raise ArgumentError(
-            f"out: got {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}, "
-            f"wanted a contiguous, 16-byte aligned torch.bfloat16 {shape} on {device}"
+def _choose(options: AgGemmOptions | None, choices: dict[str, Any]) -> AgGemmOptions:
+    if options is None:
+        unknown = sorted(choices.keys() - AgGemmOptions.__dataclass_fields__.keys())
+        if unknown:
+            raise validate.reject(
+                validate.ARGUMENT,
+                f"{unknown[0]}: got a choice of this name, wanted one of "
+                f"{', '.join(AgGemmOptions.__dataclass_fields__)}",
+            )
+        return AgGemmOptions(**choices)
+    if not isinstance(options, AgGemmOptions):
+        raise validate.reject(
+            validate.ARGUMENT, f"options: got {type(options).__name__}, wanted AgGemmOptions"
         )
+    if choices:
+        raise validate.reject(
+            validate.ARGUMENT,
+            f"{', '.join(sorted(choices))}: got together with options=, wanted one or the other; "
+            "use dataclasses.replace(options, ...)",
+        )
+    return options
+
+
+def _check_types(options: AgGemmOptions) -> None:
+    for name in ("keep_gathered", "traced", "force"):
+        validate.check_flag(name, getattr(options, name), optional=name == "keep_gathered")
+    for name in ("movers_per_peer", "split_k"):
+        validate.check_int(name, getattr(options, name))
+    validate.check_cap(options.cap)
+
+
+def _shown(x: object, w: object) -> str:
+    kinds = (
+        str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in (x, w)
+    )
+    return f"ag_gemm({', '.join(kinds)})"
 
 
 def prepare_ag_gemm(
@@ -208,7 +238,10 @@ def _prepare(
     validate.check_matrix("x", x, device)
     validate.check_matrix("w", w, device)
     key = (x.shape, w.shape, options)
-    call: Prepared | None = workspace.prepared.get(key)
+    try:
+        call: Prepared | None = workspace.prepared.get(key)
+    except TypeError:
+        call = None  # a choice that has no hash: the plan refuses it by name
     if call is None:
         call = workspace.prepared[key] = _plan(x, w, workspace, options)
     return call
@@ -217,11 +250,11 @@ def _prepare(
 def _plan(
     x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
 ) -> Prepared:
+    _check_types(options)
     validate.check_choice("layout", options.layout, tuple(LAYOUTS))
     validate.check_choice("policy", options.policy, tuple(POLICIES))
     validate.check_choice("order", options.order, tuple(ORDERS))
-    validate.check_choice("transport", options.transport, workspace.transports)
-    validate.check_cap(options.cap)
+    validate.check_choice("transport", options.transport, workspace.transports, optional=True)
     if options.split_k not in (None, 1, 2, 4, 8):
         raise validate.reject(
             validate.ARGUMENT, f"split_k: got {options.split_k}, wanted 1, 2, 4 or 8"
@@ -337,7 +370,7 @@ def _launch(
     traced: bool,
 ) -> None:
     plan, problem, world = call.plan, call.problem, workspace.world
-    call_hash = call.call_hash ^ (config.PHASE is codes.BUILD_ONLY)
+    call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.BUILD_ONLY)
     workspace.begin(call.label, call_hash)
     gathered = workspace.buffer(int(words.GATHER.value)) if world.size > 1 else x
     if kept is not None and plan.transport == "pull":

@@ -28,8 +28,27 @@ def reject(code: int, message: str) -> Rejected:
     return Rejected(code, ArgumentError(message))
 
 
+def check_workspace(workspace: object) -> None:
+    """A workspace of this package; there is nobody to tell where it is none.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if not isinstance(workspace, TpSpWorkspace):
+        raise ArgumentError(
+            f"workspace: got {type(workspace).__name__}, wanted the TpSpWorkspace of the group"
+        )
+
+
+def check_tensor(name: str, t: object) -> None:
+    """A tensor, and not what merely looks like one."""
+    if not isinstance(t, torch.Tensor):
+        raise reject(ARGUMENT, f"{name}: got {type(t).__name__}, wanted a torch.Tensor")
+
+
 def check_matrix(name: str, t: torch.Tensor, device: torch.device) -> None:
     """A 2-D bf16 matrix on the rank's device."""
+    check_tensor(name, t)
     if t.dtype != torch.bfloat16:
         raise reject(DTYPE, f"{name}: got dtype {t.dtype}, wanted torch.bfloat16; cast it first")
     if t.device != device:
@@ -41,14 +60,70 @@ def check_matrix(name: str, t: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
-    """One of a few names, or None for the plan's own choice."""
-    if value is not None and value not in allowed:
+def check_out(
+    out: torch.Tensor, shape: tuple[int, int], device: torch.device, *inputs: torch.Tensor
+) -> None:
+    """A matrix that the kernel may store to while it and its peers still read the inputs."""
+    check_tensor("out", out)
+    if (
+        out.shape != shape
+        or out.dtype != torch.bfloat16
+        or out.device != device
+        or not out.is_contiguous()
+        or out.data_ptr() % 16
+    ):
+        raise reject(
+            SHAPE,
+            f"out: got {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}, "
+            f"wanted a contiguous, 16-byte aligned torch.bfloat16 {shape} on {device}",
+        )
+    if out.requires_grad:
+        raise reject(ARGUMENT, "out: got a tensor that requires grad, wanted one that does not")
+    if any(_overlap(out, t) for t in inputs):
+        raise reject(
+            ARGUMENT,
+            "out: got memory that x or w lies in, wanted memory of its own; clone the input",
+        )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (first, last), (other_first, other_last) = _span(a), _span(b)
+    return first < other_last and other_first < last
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """First address, and the one past the last; gaps between strided elements count as its own."""
+    if t.numel() == 0:
+        return 0, 0
+    reach = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+
+
+def check_choice(
+    name: str, value: object, allowed: tuple[str, ...], optional: bool = False
+) -> None:
+    """One of a few names; where optional, None leaves the choice to the plan."""
+    if value is None and optional:
+        return
+    if not isinstance(value, str) or value not in allowed:
         raise reject(ARGUMENT, f"{name}: got {value!r}, wanted one of {', '.join(allowed)}")
+
+
+def check_flag(name: str, value: object, optional: bool = False) -> None:
+    """True or False; where optional, None leaves the choice to the layout."""
+    if not (isinstance(value, bool) or (value is None and optional)):
+        raise reject(ARGUMENT, f"{name}: got {value!r}, wanted True or False")
+
+
+def check_int(name: str, value: object) -> None:
+    """An integer, or None for the plan's own choice."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise reject(ARGUMENT, f"{name}: got {value!r}, wanted an integer")
 
 
 def check_cap(cap: int | None) -> None:
     """A workgroup cap leaves room for a mover and a builder."""
+    check_int("cap", cap)
     if cap is not None and cap < 2:
         raise reject(CAP, f"cap: got {cap}, wanted at least 2 (a mover beside a builder)")
 

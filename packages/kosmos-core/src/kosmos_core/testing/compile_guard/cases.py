@@ -60,7 +60,7 @@ class Expectations:
     An acq_rel atomic counts as a release and as an acquire. On NVIDIA an acquire is ``ld.acquire``
     or an ordered ``atom``; on AMD a release is ``buffer_wbl2`` and an acquire ``buffer_inv``, so
     that scope is what the caches are told. ``tma_*``, ``proxy_fence`` and ``bulk_wait`` are
-    NVIDIA's alone.
+    NVIDIA's alone. ``wide_load``: plain loads of 16 bytes a thread, which also count as ``load``.
 
     Attributes:
         allow_spills: Bytes a thread may spill; above 0 `reason` is required.
@@ -76,6 +76,7 @@ class Expectations:
     acquire_sys: int = 0
     acquire_gpu: int = 0
     volatile_load: int = 0
+    wide_load: int = 0
     barrier: int = 0
     proxy_fence: int = 0
     bulk_wait: int = 0

@@ -9,6 +9,8 @@ from pathlib import PurePath
 
 from kosmos_core.testing.compile_guard.ttir import Place, Source
 
+WIDE_BYTES = 16  # what one thread reads with the widest load
+
 
 @dataclass(frozen=True)
 class Event:
@@ -66,6 +68,8 @@ class Listing:
         for _, event in self.events():
             name = f"{event.kind}_{event.scope}" if event.scope else event.kind
             counts[name] = counts.get(name, 0) + 1
+            if event.kind == "load" and event.width >= WIDE_BYTES:
+                counts["wide_load"] = counts.get("wide_load", 0) + 1
         return counts
 
 

@@ -1,0 +1,66 @@
+"""What a group's launches refuse and remember, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kosmos_core.errors import WorldError
+from kosmos_core.worlds import group
+from kosmos_core.worlds.group import GroupWorld
+from kosmos_core.worlds.ordering import LaunchOrder
+
+
+class Recorded:
+    """Stands in for the process's launcher."""
+
+    def __init__(self, loaded: bool) -> None:
+        self.loaded = loaded
+        self.launches = 0
+
+    def is_loaded(self, *_: Any) -> bool:
+        return self.loaded
+
+    def launch(self, *_: Any) -> None:
+        self.launches += 1
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> GroupWorld:
+    """A rank on a GPU that is not there."""
+    made: GroupWorld = object.__new__(GroupWorld)
+    made._device = torch.device("cuda", 0)
+    monkeypatch.setattr(group, "_ORDERS", {made._device: LaunchOrder(132)})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return made
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_capture_neither_compiles_nor_loads(
+    world: GroupWorld, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    launcher = Recorded(loaded)
+    monkeypatch.setattr(group, "LAUNCHER", launcher)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if loaded:
+        world.launch("kernel", 1, (), "key", num_warps=8, num_stages=1)
+    else:
+        with pytest.raises(WorldError, match="prepare the call, or make it once, before"):
+            world.launch("kernel", 1, (), "key", num_warps=8, num_stages=1)
+    assert launcher.launches == int(loaded)
+    # A captured launch runs nowhere yet: there is nothing to wait for.
+    assert group._ORDERS[world._device].launches == 0
+
+
+def test_after_a_synchronization_no_stream_is_waited_for(
+    world: GroupWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "LAUNCHER", Recorded(True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    world.launch("kernel", 132, (), "key", num_warps=8, num_stages=1)
+    world.synchronize()
+    waited: list[Any] = []
+    group._ORDERS[world._device].enter(8, 132, waited.append)
+    assert waited == []
