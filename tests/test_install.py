@@ -69,6 +69,15 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheels(ROOT, tmp_path_factory.mktemp("wheels"))
 
 
+def needs_no_gpu(requirement: str) -> bool:
+    """Whether a requirement of torch is there whatever GPU it is built for.
+
+    Builds for a GPU also demand one version of triton, which the tests replace, and the vendor's
+    libraries through extras. What is tested is our demand.
+    """
+    return not requirement.startswith(("triton", "nvidia-", "cuda-", "pytorch-triton"))
+
+
 def third_party(wheels: Path, package: str) -> set[str]:
     """Return the distributions, not ours, that `package` and its siblings need in the end."""
     waiting = [Requirement(name) for name in BUILD_TOOLS]
@@ -86,7 +95,10 @@ def third_party(wheels: Path, package: str) -> set[str]:
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if applies and name not in names:
             names.add(name)
-            waiting += [Requirement(line) for line in importlib.metadata.requires(name) or []]
+            lines = importlib.metadata.requires(name) or []
+            waiting += [
+                Requirement(line) for line in lines if name != "torch" or needs_no_gpu(line)
+            ]
     return names
 
 
@@ -116,14 +128,14 @@ class Environment:
         return dict(line.split() for line in lines if line.startswith("kosmos"))
 
 
-def shelve_without_triton(place: Path, target: Path) -> None:
-    """Copy torch's metadata without its demand for one version of triton.
-
-    Some builds of torch make it, the tests run with another, and what is tested is our demand.
-    """
+def shelve_torch(place: Path, target: Path) -> None:
+    """Copy torch's metadata without what it demands for a GPU."""
     shutil.copytree(place, target)
     lines = (target / "METADATA").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("Requires-Dist: triton")]
+    key = "Requires-Dist: "
+    kept = [
+        line for line in lines if not line.startswith(key) or needs_no_gpu(line.removeprefix(key))
+    ]
     (target / "METADATA").write_text("".join(kept))
 
 
@@ -138,7 +150,7 @@ def environment(folder: Path, index: Path, wheels: Path, package: str) -> Enviro
         for top in tops - {"..", "__pycache__"}:
             place = Path(str(distribution.locate_file(top)))
             if name == "torch" and top.endswith(".dist-info"):
-                shelve_without_triton(place, shelf / top)
+                shelve_torch(place, shelf / top)
             # Two distributions may share a folder.
             elif not (shelf / top).exists():
                 (shelf / top).symlink_to(place)
