@@ -19,34 +19,20 @@ from kosmos_core.errors import (
     PeerTimeoutError,
     WorkspaceError,
 )
-from kosmos_core.executor import Random
+from kosmos_core.peer_errors import FAULT_REASONS
+from kosmos_core.testing.checked import run_checked
 from kosmos_core.workspace import (
-    FAULT_REASONS,
     Region,
     Workspace,
     control_sizes,
     workspace_num_bytes,
 )
-from kosmos_core.worlds import SymmetricBuffer, World, cpu_world
+from kosmos_core.worlds import SymmetricBuffer, World
 
 SHARD = Region("shard", int(layout.SHARD.value), 96, torch.bfloat16, depth=2)
 GATHER = Region("gather", int(layout.GATHER.value), 200, torch.bfloat16)
 REGIONS = (SHARD, GATHER)
 EPOCH = int(layout.EPOCH.value)
-
-
-def run(size: int, host: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Runs `host(rank, world, *arguments)` on the executor with every check on."""
-    checked: dict[str, Any] = {
-        "policy": Random(options.get("seed", 0)),
-        "weak": "random",
-        "stale": True,
-        "race": "raise",
-        "strict": True,
-        **options,
-    }
-    with cpu_world(size, **checked) as world:
-        return world.spmd(host, world, *arguments)
 
 
 def error_of(call: Callable[[], Any]) -> KosmosError:
@@ -81,7 +67,7 @@ def test_the_bytes_are_those_that_are_allocated(size: int, trace_events: int) ->
         world.barrier()
         return workspace.num_bytes(), sum(mine)
 
-    for told, taken in run(size, host):
+    for told, taken in run_checked(size, host):
         assert told == taken
         if not trace_events:
             assert told == workspace_num_bytes(REGIONS, 40)
@@ -101,7 +87,7 @@ def test_the_table_holds_every_ranks_addresses() -> None:
         # A region that nobody has is nowhere.
         assert table[GATHER.row + 1].eq(0).all()
 
-    run(3, host)
+    run_checked(3, host)
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, 1e-4, 1e9])
@@ -109,7 +95,7 @@ def test_a_bound_out_of_range_is_refused(bound: float) -> None:
     def host(rank: int, world: World) -> str:
         return str(error_of(lambda: Workspace(world, REGIONS, 4, timeout_s=bound)))
 
-    for told in run(2, host):
+    for told in run_checked(2, host):
         assert f"timeout_s: got {bound}" in told
 
 
@@ -136,7 +122,7 @@ def test_destroying_is_idempotent_and_final() -> None:
         workspace.fault(1, "hello")
         workspace.check()
 
-    run(2, host)
+    run_checked(2, host)
 
 
 def test_the_context_manager_destroys() -> None:
@@ -145,7 +131,7 @@ def test_the_context_manager_destroys() -> None:
             workspace.agree("hello", 1)
         return workspace.destroyed
 
-    assert run(2, host) == [True, True]
+    assert run_checked(2, host) == [True, True]
 
 
 def test_an_exception_goes_through_the_context_manager_without_waiting() -> None:
@@ -157,126 +143,7 @@ def test_an_exception_goes_through_the_context_manager_without_waiting() -> None
             raise KeyError("lost")
         return "destroyed" if workspace.destroyed else "alive"
 
-    assert run(2, host, jump_clock=False) == ["destroyed", "elsewhere"]
-
-
-def untold(leave: Callable[[Workspace], None]) -> Callable[[int, World], KosmosError]:
-    """Ranks that leave a workspace in `leave`, not knowing that rank 0 never made the last call."""
-
-    def host(rank: int, world: World) -> KosmosError:
-        workspace = Workspace(world, REGIONS, 4, timeout_s=0.5)
-        workspace.agree("first", 1)
-        if rank != 0:
-            # The host goes on at once, as on a GPU.
-            with world.executor.stream(1):  # type: ignore[attr-defined]
-                workspace.begin("second", 2)
-                key = ("agree", workspace.context_key)
-                args = (workspace.context(), 2)
-                world.launch(agree_kernel, 1, args, key, num_warps=8, num_stages=1)
-        error = error_of(lambda: leave(workspace))
-        assert workspace.destroyed
-        # Told once.
-        workspace.destroy()
-        return error
-
-    return host
-
-
-def leave_block(workspace: Workspace) -> None:
-    with workspace:
-        pass
-
-
-@pytest.mark.parametrize("leave", [Workspace.destroy, leave_block])
-def test_an_abort_of_the_last_call_is_told_by_leaving(
-    leave: Callable[[Workspace], None],
-) -> None:
-    for seed in range(3):
-        for rank, error in enumerate(run(3, untold(leave), seed=seed)):
-            assert isinstance(error, PeerError)
-            assert error.rank == rank
-
-
-def test_leaving_after_an_error_that_was_told_is_quiet() -> None:
-    def host(rank: int, world: World) -> bool:
-        with Workspace(world, REGIONS, 4) as workspace:
-            if rank == 0:
-                workspace.fault(1, "refused")
-                error_of(workspace.synchronize)
-            else:
-                error_of(lambda: workspace.agree("hello", 1))
-        return workspace.destroyed
-
-    assert run(3, host, jump_clock=False) == [True] * 3
-
-
-def test_after_a_reset_the_memory_is_released() -> None:
-    def host(rank: int, world: World) -> None:
-        workspace = Workspace(world, REGIONS, 4)
-        if rank == 0:
-            workspace.fault(1, "refused")
-        error_of(lambda: workspace.agree("hello", 1))
-        workspace.reset()
-        workspace.destroy()
-        assert not hasattr(workspace, "_signal")
-
-    run(2, host)
-
-
-@pytest.mark.parametrize("goes_on", ["leaves", "calls"])
-def test_an_exception_of_one_rank_is_told_to_those_that_stay(goes_on: str) -> None:
-    def stay(rank: int, world: World) -> KosmosError:
-        def block() -> None:
-            with Workspace(world, REGIONS, 4) as workspace:
-                workspace.agree("first", 1)
-                if rank == 1:
-                    raise KeyError("lost")
-                if goes_on == "calls":
-                    workspace.agree("second", 2)
-
-        if rank != 1:
-            return error_of(block)
-        with pytest.raises(KeyError, match="lost"):
-            block()
-        return WorkspaceError("gone")
-
-    for seed in range(3):
-        # Nobody waits for the bound.
-        errors = run(3, stay, seed=seed, jump_clock=False)
-        for error in (errors[0], errors[2]):
-            assert type(error) is PeerFaultError
-            assert error.raised_by == 1
-            assert "rank 1 left the workspace by an exception" in str(error)
-
-
-def test_an_exception_comes_through_where_nobody_can_be_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def lost(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the device is lost")
-
-    def host(rank: int, world: World) -> bool:
-        workspace = Workspace(world, REGIONS, 4)
-        world.barrier()
-        monkeypatch.setattr(world, "launch", lost)
-        with pytest.raises(KeyError, match="mine"), workspace:
-            raise KeyError("mine")
-        return workspace.destroyed
-
-    assert run(2, host) == [True, True]
-    assert "cannot tell its peers that it leaves: the device is lost" in caplog.text
-
-
-def test_a_rank_that_never_leaves_is_named() -> None:
-    def host(rank: int, world: World) -> KosmosError | None:
-        workspace = Workspace(world, REGIONS, 4, timeout_s=0.5)
-        return None if rank == 1 else error_of(workspace.destroy)
-
-    errors = run(3, host)
-    for error in (errors[0], errors[2]):
-        assert type(error) is PeerTimeoutError
-        assert error.peer == 1
-        assert "waited 600 s for rank 1" in str(error)
+    assert run_checked(2, host, jump_clock=False) == ["destroyed", "elsewhere"]
 
 
 def test_another_ranks_workspace_is_refused() -> None:
@@ -287,7 +154,7 @@ def test_another_ranks_workspace_is_refused() -> None:
         workspace.agree("hello", 1)
         return told
 
-    for rank, told in enumerate(run(2, host)):
+    for rank, told in enumerate(run_checked(2, host)):
         assert f"it belongs to rank {1 - rank}, got rank {rank}" in told
 
 
@@ -375,7 +242,7 @@ def test_200_cycles_do_not_fill_the_executor() -> None:
         return len(memory.regions) - before
 
     # The executor forgets regions in batches; 3200 have come and gone.
-    assert max(run(2, host)) < 800
+    assert max(run_checked(2, host)) < 800
 
 
 # ------------------------------------------------------------------- agreement
@@ -393,7 +260,7 @@ def test_ranks_that_agree_go_on_and_the_epoch_with_them(size: int, first: int) -
     calls = 0 if size == 1 else 5
     wanted = (first + calls + 2**31) % 2**32 - 2**31
     for seed in range(2 if size < 8 else 1):
-        assert run(size, host, seed=seed) == [wanted] * size
+        assert run_checked(size, host, seed=seed) == [wanted] * size
 
 
 def test_two_workspaces_do_not_meet() -> None:
@@ -407,7 +274,7 @@ def test_two_workspaces_do_not_meet() -> None:
         two.agree("two", 1)
 
     for seed in range(3):
-        run(3, host, seed=seed)
+        run_checked(3, host, seed=seed)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -427,7 +294,7 @@ def test_a_rank_that_makes_another_call_is_named(size: int) -> None:
         return error
 
     for seed in range(3):
-        for rank, error in enumerate(run(size, host, seed=seed, jump_clock=False)):
+        for rank, error in enumerate(run_checked(size, host, seed=seed, jump_clock=False)):
             assert type(error) is PeerMismatchError
             assert error.rank == rank
             assert error.op == "second"
@@ -455,7 +322,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_bound() -> None:
         workspace.agree("fourth", 7)
         return found, took
 
-    for rank, (error, took) in enumerate(run(3, host)):
+    for rank, (error, took) in enumerate(run_checked(3, host)):
         assert type(error) is PeerTimeoutError
         assert (error.rank, error.peer) == (rank, 1)
         assert error.raised_by in (0, 2)
@@ -477,7 +344,7 @@ def test_a_fault_tells_the_peers_its_reason(reason: int) -> None:
             return error_of(workspace.synchronize)
         return error_of(lambda: workspace.agree("hello", 1))
 
-    for rank, error in enumerate(run(3, host, jump_clock=False)):
+    for rank, error in enumerate(run_checked(3, host, jump_clock=False)):
         assert type(error) is PeerFaultError
         assert (error.rank, error.raised_by) == (rank, 0)
         assert f"rank 0 refused its call before launch: bad {FAULT_REASONS[reason]}" in str(error)
@@ -506,7 +373,7 @@ def test_errors_are_sticky_until_the_reset() -> None:
         for i in range(3):
             workspace.agree("again", i)
 
-    run(2, host)
+    run_checked(2, host)
 
 
 def test_a_group_of_one_has_nobody_to_wait_for_or_to_tell() -> None:
@@ -517,7 +384,7 @@ def test_a_group_of_one_has_nobody_to_wait_for_or_to_tell() -> None:
         workspace.synchronize()
         assert world.executor.stats["launches"] == 0  # type: ignore[attr-defined]
 
-    run(1, host)
+    run_checked(1, host)
 
 
 # --------------------------------------------------------------------- launches

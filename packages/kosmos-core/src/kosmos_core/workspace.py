@@ -18,37 +18,15 @@ from kosmos_core.device import layout
 from kosmos_core.device.barrier import agree_kernel, fault_kernel
 from kosmos_core.device.layout import Context
 from kosmos_core.device.trace import EVENT_WORDS
-from kosmos_core.errors import (
-    PeerError,
-    PeerFaultError,
-    PeerMismatchError,
-    PeerTimeoutError,
-    WorkspaceError,
-)
+from kosmos_core.errors import PeerError, WorkspaceError
+from kosmos_core.peer_errors import EXCEPTION, LEAVE_HASH, MASK32, Reader, as_int32, peer_error
 from kosmos_core.worlds.base import SymmetricBuffer, World
 
 DEFAULT_TIMEOUT_S = 120.0
 # Ranks may leave a workspace further apart than they make a call; the backends' own bound.
 LEAVE_TIMEOUT_S = 600.0
 SPLIT_TICKETS = 1024
-_MASK32 = 0xFFFFFFFF
-# By which ranks that destroy a workspace know one another from those that make a call.
-_LEAVE_HASH = 0x6C656176
 _LOG = logging.getLogger(__name__)
-
-# Reasons of a local fault, as they travel to the peers.
-FAULT_REASONS = {
-    1: "dtype",
-    2: "device",
-    3: "shape",
-    4: "size",
-    5: "workspace",
-    6: "cap",
-    7: "argument",
-    8: "exception",
-}
-_EXCEPTION = 8
-
 
 W = TypeVar("W", bound="Workspace")
 
@@ -249,7 +227,7 @@ class Workspace:
         self.world.barrier()
         e0 = self._first_epoch
         self._control.zero_()
-        self._control[int(layout.EPOCH.value)] = _as_int32(e0)
+        self._control[int(layout.EPOCH.value)] = as_int32(e0)
         self._control[int(layout.RANK.value)] = self.world.rank
         self._set_bound(self.timeout_s)
         self._arrival.local.zero_()
@@ -258,7 +236,7 @@ class Workspace:
         # Fresh slots hold the two epochs before the first: never a value that a call waits for.
         for back in (1, 2):
             first = int(layout.START.value) + ((e0 - back) & 1) * ranks
-            signal[first : first + ranks] = (e0 - back) & _MASK32
+            signal[first : first + ranks] = (e0 - back) & MASK32
         self._signal.local.copy_(signal)
         self._status_view[0] = 0
         self.world.barrier()
@@ -310,8 +288,8 @@ class Workspace:
         if self.world.size == 1 or self._abort_error() is not None:
             return
         self._set_bound(self._leave_timeout_s)
-        self._last_hash = _LEAVE_HASH
-        self._launch_agree(_LEAVE_HASH)
+        self._last_hash = LEAVE_HASH
+        self._launch_agree(LEAVE_HASH)
         self.world.synchronize()
 
     def _release(self) -> None:
@@ -348,7 +326,7 @@ class Workspace:
         """Peers that wait for this rank, now or later, hear that it is gone."""
         try:
             if not self.world.fused or self._abort_error() is None:
-                self.fault(_EXCEPTION, self.last_op)
+                self.fault(EXCEPTION, self.last_op)
         except Exception as error:
             # The exception that is on its way matters more: perhaps the device is lost.
             _LOG.warning("rank %d cannot tell its peers that it leaves: %s", self.rank, error)
@@ -415,7 +393,7 @@ class Workspace:
         Nothing runs while a graph is captured, and nobody waits then: nothing is told.
 
         Args:
-            reason: key of `FAULT_REASONS`.
+            reason: key of `peer_errors.FAULT_REASONS`.
             op: the call as error messages show it.
         """
         if self._destroyed or not self.world.fused or self.world.size == 1:
@@ -452,77 +430,13 @@ class Workspace:
     # ------------------------------------------------------------------ errors
 
     def _peer_error(self, word: int) -> PeerError:
-        code, raiser, peer = word & 0xFF, (word >> 8) & 0xFF, (word >> 16) & 0xFF
-        words = int(layout.RECORD_WORDS.value)
-        first = int(layout.RECORD.value) + raiser * words
-        signal = self._signal.local.cpu()
-        record = [int(v) for v in signal[first : first + words]]
-        phase = layout.PHASE_NAMES.get(record[2], "?")
-        flag = layout.FLAG_NAMES.get(record[3], "?")
-        index, seen, wanted = record[4], record[5], record[6]
-        reason = FAULT_REASONS.get(seen, "argument")
-        leaving = record[3] == int(layout.FLAG_START.value) and wanted >> 32 == _LEAVE_HASH
-        bound = self._leave_timeout_s if leaving else self.timeout_s
-        rank = self.world.rank
-        kinds: dict[int, tuple[type[PeerError], str]] = {
-            int(layout.TIMEOUT.value): (
-                PeerTimeoutError,
-                f"rank {raiser} waited {bound:g} s for rank {peer}: {flag} {index} was "
-                f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})",
-            ),
-            int(layout.MISMATCH.value): (
-                PeerMismatchError,
-                f"rank {peer} made another call than rank {raiser} "
-                f"(operation, shape, dtype or plan differ): {flag} {index} was "
-                f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})"
-                f"{self._odd_one_out(signal)}",
-            ),
-            int(layout.FAULT.value): (
-                PeerFaultError,
-                f"rank {raiser} left the workspace by an exception"
-                if seen == _EXCEPTION
-                else f"rank {raiser} refused its call before launch: bad {reason}",
-            ),
-        }
-        kind, text = kinds[code]
-        message = (
-            f"rank {rank} of {self.world.size}, last call {self.last_op}: {text}. "
-            "Outputs of this and later calls are NaN; call reset() on every rank to go on"
+        reader = Reader(
+            rank=self.world.rank,
+            size=self.world.size,
+            op=self.last_op,
+            call_hash=self._last_hash,
+            epoch=int(self._control[int(layout.EPOCH.value)].cpu()),
+            timeout_s=self.timeout_s,
+            leave_timeout_s=self._leave_timeout_s,
         )
-        return kind(
-            message, rank=rank, raised_by=raiser, peer=peer, op=self.last_op, phase=phase,
-            flag=flag, index=index, seen=seen, wanted=wanted,
-        )  # fmt: skip
-
-    def _odd_one_out(self, signal: torch.Tensor) -> str:
-        """Names the minority where three or more ranks are seen to have made calls of one epoch."""
-        ranks = int(layout.MAX_RANKS.value)
-        epoch = int(self._control[int(layout.EPOCH.value)].cpu()) & _MASK32
-        for e in (epoch, (epoch - 1) & _MASK32):
-            first = int(layout.START.value) + (e & 1) * ranks
-            words = {
-                p: int(signal[first + p]) for p in range(self.world.size) if p != self.world.rank
-            }
-            hashes = {p: v >> 32 for p, v in words.items() if v & _MASK32 == e}
-            if not hashes:
-                continue
-            hashes[self.world.rank] = self._last_hash
-            groups: dict[int, list[int]] = {}
-            for p, h in hashes.items():
-                groups.setdefault(h, []).append(p)
-            if len(groups) == 2:
-                small, large = sorted(groups.values(), key=len)
-                if len(small) < len(large):
-                    return f"; ranks {small} differ from ranks {large}"
-        return ""
-
-
-def _shown(flag: str, value: int) -> str:
-    """A word's value as a reader understands it: start words are hash << 32 | epoch."""
-    if flag != layout.FLAG_NAMES[int(layout.FLAG_START.value)]:
-        return str(value)
-    return f"call {value >> 32:08x} of epoch {_as_int32(value & _MASK32)}"
-
-
-def _as_int32(value: int) -> int:
-    return ((value + 2**31) & _MASK32) - 2**31
+        return peer_error(word, self._signal.local.cpu(), reader)

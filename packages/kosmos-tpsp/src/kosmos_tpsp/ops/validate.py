@@ -10,7 +10,7 @@ from kosmos_core.errors import ArgumentError, WorkspaceError
 
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
-# Reason codes that travel to the peers (kosmos_core.workspace.FAULT_REASONS).
+# Reason codes that travel to the peers (kosmos_core.peer_errors.FAULT_REASONS).
 DTYPE, DEVICE, SHAPE, SIZE, WORKSPACE, CAP, ARGUMENT = range(1, 8)
 
 

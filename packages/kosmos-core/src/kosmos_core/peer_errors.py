@@ -1,0 +1,127 @@
+"""What an abort left in the signal words, as the exception that the host raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kosmos_core.device import layout
+from kosmos_core.errors import (
+    PeerError,
+    PeerFaultError,
+    PeerMismatchError,
+    PeerTimeoutError,
+)
+
+MASK32 = 0xFFFFFFFF
+# By which ranks that destroy a workspace know one another from those that make a call.
+LEAVE_HASH = 0x6C656176
+
+# Reasons of a local fault, as they travel to the peers.
+FAULT_REASONS = {
+    1: "dtype",
+    2: "device",
+    3: "shape",
+    4: "strides",
+    5: "workspace",
+    6: "cap",
+    7: "argument",
+    8: "exception",
+}
+EXCEPTION = 8
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The rank that reads the record, and what it was doing."""
+
+    rank: int
+    size: int
+    op: str
+    call_hash: int
+    epoch: int
+    timeout_s: float
+    leave_timeout_s: float
+
+
+def peer_error(word: int, signal: torch.Tensor, reader: Reader) -> PeerError:
+    """The exception that an abort makes at one rank.
+
+    Args:
+        word: its abort word.
+        signal: its signal words, int64, on the CPU.
+        reader: the rank.
+    """
+    code, raiser, peer = word & 0xFF, (word >> 8) & 0xFF, (word >> 16) & 0xFF
+    words = int(layout.RECORD_WORDS.value)
+    first = int(layout.RECORD.value) + raiser * words
+    record = [int(v) for v in signal[first : first + words]]
+    phase = layout.PHASE_NAMES.get(record[2], "?")
+    flag = layout.FLAG_NAMES.get(record[3], "?")
+    index, seen, wanted = record[4], record[5], record[6]
+    reason = FAULT_REASONS.get(seen, "argument")
+    leaving = record[3] == int(layout.FLAG_START.value) and wanted >> 32 == LEAVE_HASH
+    bound = reader.leave_timeout_s if leaving else reader.timeout_s
+    kinds: dict[int, tuple[type[PeerError], str]] = {
+        int(layout.TIMEOUT.value): (
+            PeerTimeoutError,
+            f"rank {raiser} waited {bound:g} s for rank {peer}: {flag} {index} was "
+            f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})",
+        ),
+        int(layout.MISMATCH.value): (
+            PeerMismatchError,
+            f"rank {peer} made another call than rank {raiser} "
+            f"(operation, shape, dtype or plan differ): {flag} {index} was "
+            f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})"
+            f"{_odd_one_out(signal, reader)}",
+        ),
+        int(layout.FAULT.value): (
+            PeerFaultError,
+            f"rank {raiser} left the workspace by an exception"
+            if seen == EXCEPTION
+            else f"rank {raiser} refused its call before launch: bad {reason}",
+        ),
+    }
+    kind, text = kinds[code]
+    message = (
+        f"rank {reader.rank} of {reader.size}, last call {reader.op}: {text}. "
+        "Outputs of this and later calls are NaN; call reset() on every rank to go on"
+    )
+    return kind(
+        message, rank=reader.rank, raised_by=raiser, peer=peer, op=reader.op, phase=phase,
+        flag=flag, index=index, seen=seen, wanted=wanted,
+    )  # fmt: skip
+
+
+def _odd_one_out(signal: torch.Tensor, reader: Reader) -> str:
+    """Names the minority where three or more ranks are seen to have made calls of one epoch."""
+    ranks = int(layout.MAX_RANKS.value)
+    epoch = reader.epoch & MASK32
+    for e in (epoch, (epoch - 1) & MASK32):
+        first = int(layout.START.value) + (e & 1) * ranks
+        words = {p: int(signal[first + p]) for p in range(reader.size) if p != reader.rank}
+        hashes = {p: v >> 32 for p, v in words.items() if v & MASK32 == e}
+        if not hashes:
+            continue
+        hashes[reader.rank] = reader.call_hash
+        groups: dict[int, list[int]] = {}
+        for p, h in hashes.items():
+            groups.setdefault(h, []).append(p)
+        if len(groups) == 2:
+            small, large = sorted(groups.values(), key=len)
+            if len(small) < len(large):
+                return f"; ranks {small} differ from ranks {large}"
+    return ""
+
+
+def _shown(flag: str, value: int) -> str:
+    """A word's value as a reader understands it: start words are hash << 32 | epoch."""
+    if flag != layout.FLAG_NAMES[int(layout.FLAG_START.value)]:
+        return str(value)
+    return f"call {value >> 32:08x} of epoch {as_int32(value & MASK32)}"
+
+
+def as_int32(value: int) -> int:
+    """The same 32 bits as a signed number."""
+    return ((value + 2**31) & MASK32) - 2**31
