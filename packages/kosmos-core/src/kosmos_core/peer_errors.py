@@ -23,7 +23,7 @@ FAULT_REASONS = {
     1: "dtype",
     2: "device",
     3: "shape",
-    4: "strides",
+    4: "size",
     5: "workspace",
     6: "cap",
     7: "argument",
