@@ -59,15 +59,21 @@ class Compiled:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def first(*args: Any, **options: Any) -> Compiled:
-            self.seen.append(_allocation._allocator.get())
-            return self
-
-        return first
-
     def run(self, *args: Any) -> None:
         self.seen.append(_allocation._allocator.get())
+
+
+class Kernel:
+    """What is compiled on first use, noting how often."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self.compilations = 0
+
+    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Compiled:
+        assert warmup, "compiling must not launch"
+        self.compilations += 1
+        return self.compiled
 
 
 @pytest.fixture
@@ -83,13 +89,25 @@ def own_allocator() -> Iterator[Any]:
 
 
 def test_the_callers_allocator_stays(own_allocator: Any) -> None:
-    launcher, kernel = Launcher(), Compiled()
+    launcher, compiled = Launcher(), Compiled()
+    kernel = Kernel(compiled)
     for _ in range(2):
         launcher.launch(kernel, 1, (), "key", 0, 0, num_warps=8, num_stages=1)
         assert _allocation._allocator.get() is own_allocator
-    assert len(kernel.seen) == 2
-    assert own_allocator not in kernel.seen
-    assert kernel.seen[0] is kernel.seen[1]
+    assert len(compiled.seen) == 2
+    assert own_allocator not in compiled.seen
+    assert compiled.seen[0] is compiled.seen[1]
+
+
+def test_loading_runs_nothing_and_the_launch_after_it_compiles_nothing() -> None:
+    launcher, compiled = Launcher(), Compiled()
+    kernel = Kernel(compiled)
+    assert not launcher.is_loaded(kernel, 0, "key")
+    launcher.load(kernel, (), "key", 0, num_warps=8, num_stages=1)
+    assert launcher.is_loaded(kernel, 0, "key")
+    assert (kernel.compilations, compiled.seen) == (1, [])
+    launcher.launch(kernel, 1, (), "key", 0, 0, num_warps=8, num_stages=1)
+    assert (kernel.compilations, len(compiled.seen)) == (1, 1)
 
 
 def test_descriptors_live_on_the_device_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +118,7 @@ def test_descriptors_live_on_the_device_of_the_launch(monkeypatch: pytest.Monkey
         def run(self, *args: Any) -> None:
             _allocation._allocator.get()(64, 16, None)
 
-    launcher, kernel = Launcher(), Allocating()
+    launcher, kernel = Launcher(), Kernel(Allocating())
     for device in (1, 0, 1):
         for _ in range(2):
             launcher.launch(kernel, 1, (), "key", device, 0, num_warps=8, num_stages=1)

@@ -25,7 +25,7 @@ from kosmos_core.worlds import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def tell_peers_kernel(table_ptr, rank, WORLD: tl.constexpr):
     """Every rank writes its number into its place on every rank."""
     for peer in range(WORLD):
@@ -43,7 +43,8 @@ def exercise(rank: int, world: World) -> dict[str, Any]:
     status = world.host_visible(2)
     world.synchronize()
     world.barrier()
-    world.launch(tell_peers_kernel, 1, (table, rank, world.size), "tell", num_warps=1, num_stages=1)
+    args, key = (table, rank, world.size), ("tell", world.size)
+    world.launch(tell_peers_kernel, 1, args, key, num_warps=1, num_stages=1)
     world.synchronize()
     world.barrier()
     x = torch.full((2, 3), float(rank), device=world.device)

@@ -275,18 +275,19 @@ def test_slices_of_some_shapes():
     assert plan_ag_gemm(AgGemmProblem(8, 8, 8 * MIB, 1), H200).slices == 256
 
 
-def test_tiles_are_claimed_two_at_once_in_deep_queues_only():
+def test_the_first_claim_is_the_largest_run_that_leaves_two_waves():
     rng = random.Random()
-    for waves, run in ((2.99, 1), (3, 2)):
+    for waves, run in ((3.99, 1), (4, 2), (5.99, 2), (6, 4), (9.99, 4), (10, 8), (50, 8)):
         exact = AgGemmProblem(128 * int(132 * waves), 256, 4096, 1)
         assert plan_ag_gemm(exact, H200).claim_run == run
     runs = set()
-    for _ in range(200):
+    for _ in range(400):
         problem, cap = random_problem(rng), rng.choice([132, 66, 8])
         plan = plan_ag_gemm(problem, H200, cap=cap)
-        assert plan.claim_run == (2 if ids_of(problem, plan) >= 3 * cap else 1)
+        wanted = [r for r in (8, 4, 2) if ids_of(problem, plan) >= (r + 2) * cap] or [1]
+        assert plan.claim_run == wanted[0]
         runs.add(plan.claim_run)
-    assert runs == {1, 2}
+    assert runs == {1, 2, 4, 8}
 
 
 def test_tile_rows_are_swept_together_only_when_the_gather_is_ahead():

@@ -54,11 +54,11 @@ def test_properties_of_plans(name):
         assert plan.tile_row_rows % plan.slices == 0
         partial_bytes = plan.split_k * plan.split_tiles * plan.block_m * plan.block_n * 4
         assert (plan.split_k == 1) == (plan.split_tiles == 0)
-        assert plan.split_k in (1, 2, 4)
+        assert plan.split_k in (1, 2, 4, 8)
         assert partial_bytes <= machine.max_split_k_bytes
         assert plan.split_tiles <= TileQueue.of(problem, plan, rank=0).num_ids
         assert plan.split_k == 1 or problem.k >= plan.split_k * plan.block_k
-        assert plan.claim_run in (1, 2)
+        assert plan.claim_run in (1, 2, 4, 8)
         explained = plan.explain()
         assert all(f"{field} = " in explained for field in plan.to_dict() if field != "rule")
         assert "derived from" not in explained

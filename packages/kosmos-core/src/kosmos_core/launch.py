@@ -53,6 +53,30 @@ class Launcher:
         """Whether a launch with this key neither compiles nor loads a module."""
         return (kernel, device, key) in self._compiled
 
+    def load(
+        self,
+        kernel: Any,
+        args: Sequence[Any],
+        key: Hashable,
+        device: int,
+        num_warps: int,
+        num_stages: int,
+    ) -> Any:
+        """Compiles and loads what a launch with this key runs, and runs nothing.
+
+        Loading may wait until the GPU is idle: it must not come while a kernel that is running
+        waits for this launch.
+        """
+        full = (kernel, device, key)
+        compiled = self._compiled.get(full)
+        if compiled is None:
+            compiled = kernel.run(
+                *args, grid=(1,), warmup=True, num_warps=num_warps, num_stages=num_stages
+            )
+            assert compiled.run  # the property loads the module
+            self._compiled[full] = compiled
+        return compiled
+
     def launch(
         self,
         kernel: Any,
@@ -65,43 +89,28 @@ class Launcher:
         num_stages: int,
     ) -> None:
         """Launches on `stream`; compiles and loads on the first use of a key."""
+        compiled = self._compiled.get((kernel, device, key))
+        if compiled is None:
+            compiled = self.load(kernel, args, key, device, num_warps, num_stages)
         # Triton's allocator is a context variable, and the caller's own kernels may need theirs:
         # it is set in a copy of the context, which ends with the launch.
-        contextvars.copy_context().run(
-            self._launch, kernel, num_wgs, args, key, device, stream, num_warps, num_stages
-        )
+        contextvars.copy_context().run(_run, compiled, num_wgs, args, device, stream)
 
-    def _launch(
-        self,
-        kernel: Any,
-        num_wgs: int,
-        args: Sequence[Any],
-        key: Hashable,
-        device: int,
-        stream: int,
-        num_warps: int,
-        num_stages: int,
-    ) -> None:
-        triton.set_allocator(_scratch_on(device))
-        full = (kernel, device, key)
-        compiled = self._compiled.get(full)
-        if compiled is None:
-            self._compiled[full] = kernel[(num_wgs,)](
-                *args, num_warps=num_warps, num_stages=num_stages
-            )
-            return
-        compiled.run(
-            num_wgs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *args,
-        )
+
+def _run(compiled: Any, num_wgs: int, args: Sequence[Any], device: int, stream: int) -> None:
+    triton.set_allocator(_scratch_on(device))
+    compiled.run(
+        num_wgs,
+        1,
+        1,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *args,
+    )
 
 
 LAUNCHER = Launcher()

@@ -170,6 +170,14 @@ class Workspace:
             self.trace_buffer = w.local("trace", self._trace_words, torch.int64)
             self.trace_buffer.zero_()
         self._contexts = {traced: self._context(traced) for traced in (False, True)}
+        if w.size > 1:
+            # Before any call: loading them while a kernel waits for this rank would wait for it.
+            for kernel, name, values in (
+                (agree_kernel, "agree", (0,)),
+                (fault_kernel, "fault", (0, 0)),
+            ):
+                args = (self.context(), *values)
+                w.load(kernel, args, (name, self.context_key), num_warps=8, num_stages=1)
 
     def _context(self, traced: bool) -> Context:
         traced = traced and self.trace_events > 0
@@ -403,9 +411,8 @@ class Workspace:
         if self.world.is_capturing():
             return
         self.last_op = op
-        code = int(layout.FAULT.value)
-        args = (self.context(), code, reason)
-        key = ("fault", code, reason, self.context_key)
+        args = (self.context(), int(layout.FAULT.value), reason)
+        key = ("fault", self.context_key)
         self.world.launch(fault_kernel, 1, args, key, num_warps=8, num_stages=1)
 
     def agree(self, op: str, call_hash: int) -> None:

@@ -196,6 +196,7 @@ def gemm_kernel(
     k,
     k_begin,
     k_end,
+    begin_with,
     LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -213,14 +214,20 @@ def gemm_kernel(
         for row in range(0, rows, BLOCK):
             for col in range(0, n, BLOCK):
                 acc = gemm_tile(
-                    a, b, chunk, row, col, k_begin, k_end, LAYOUT, BLOCK, BLOCK, BLOCK, 1, EVEN_K,
-                    EVEN_N, TARGET,
+                    a, b, chunk, row, col, k_begin, k_end, begin_with, LAYOUT, BLOCK, BLOCK, BLOCK,
+                    1, EVEN_K, EVEN_N, TARGET,
                 )  # fmt: skip
                 store_accumulator(c, chunk, row, col, acc, BLOCK, BLOCK, SPLITS, TARGET)
 
 
 def multiply(
-    layout: tl.constexpr, target: tl.constexpr, k: int, splits: int, begin: int, end: int
+    layout: tl.constexpr,
+    target: tl.constexpr,
+    k: int,
+    splits: int,
+    begin: int,
+    end: int,
+    begin_with: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(product, FP64 product) of two chunks of 40 rows, 56 columns."""
     generator = torch.Generator().manual_seed(k)
@@ -231,7 +238,7 @@ def multiply(
         c = ex.empty(0, (2, 40, 56), torch.bfloat16, "c")
         even_k, even_n = int(k % 32 == 0), 0
         gemm_kernel[(1,)](
-            *given, c, 40, 56, k, begin, end, layout, 32, splits, even_k, even_n, target
+            *given, c, 40, 56, k, begin, end, begin_with, layout, 32, splits, even_k, even_n, target
         )
         ex.run()
     weights = b.double().t() if layout is TN else b.double()

@@ -23,9 +23,10 @@ XCD_MIN_TILE_ROWS = 5
 TAIL_SPLIT_K = 2
 # A last wave fuller than this is not split.
 FULL_WAVE = 0.6
-# Tiles claimed at once, in queues of at least so many waves.
-CLAIM_RUN = 2
-MIN_WAVES_FOR_RUNS = 3
+# Tiles of a builder's first claim, the largest run that leaves two waves to single claims: the
+# stores of a run overlap its next tiles, and the last tiles decide who finishes last.
+CLAIM_RUNS = (8, 4, 2)
+WAVES_OF_SINGLES = 2
 # A smaller tile shape is considered while the default one fills the grid fewer times than this:
 # beyond, the part of the last wave that idles is a few percent and the larger tile is faster.
 FEW_WAVES = 2.0
@@ -169,12 +170,13 @@ def _tail_split(
 
 
 def choose_claim_run(machine: Machine, ids: int, cap: int) -> tuple[int, Reason]:
-    """Tiles that a builder claims at once: two in a deep queue, so that one claim pays for both."""
+    """Tiles of a builder's first claim: their stores overlap, and one claim pays for all."""
     if machine.rule_set == "mi350":
         return 1, Reason("claim_run", "one tile a claim", "paper section 3.1.1")
-    deep = ids >= MIN_WAVES_FOR_RUNS * cap
-    rule = f"{'at least' if deep else 'under'} {MIN_WAVES_FOR_RUNS} waves of {cap}"
-    return CLAIM_RUN if deep else 1, Reason("claim_run", rule, RULES_SOURCE)
+    waves = ids / cap
+    run = next((r for r in CLAIM_RUNS if waves >= r + WAVES_OF_SINGLES), 1)
+    rule = f"{waves:.1f} waves: {run} at first, {WAVES_OF_SINGLES} waves one by one"
+    return run, Reason("claim_run", rule, RULES_SOURCE)
 
 
 def choose_xcd_bucketing(problem: AgGemmProblem, machine: Machine) -> tuple[bool, Reason]:

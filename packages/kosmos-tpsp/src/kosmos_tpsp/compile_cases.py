@@ -18,7 +18,7 @@ from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_core.workspace import control_sizes
 from kosmos_heuristics import load_machine
 from kosmos_heuristics.plans import MAX_COPY_DEPTH
-from kosmos_heuristics.tiles import copy_step_bytes
+from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
 
 from kosmos_tpsp.device.config import (
     BUILD_ONLY,
@@ -28,6 +28,7 @@ from kosmos_tpsp.device.config import (
     PUSH,
     AgGemmConfig,
     Operands,
+    store_splits,
 )
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 
@@ -79,10 +80,10 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "GROUP_M": 8,
             "GROUP_ROWS": 1,
             "SPLIT_K": 1,
-            "CLAIM_RUN": 2,
+            "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
             "XCDS": xcds,
             "XCD_RUN": 4,
-            "STORE_SPLITS": 1,
+            "STORE_SPLITS": store_splits(tile.block_n),
             "EVEN_K": 1,
             "EVEN_N": 1,
         }

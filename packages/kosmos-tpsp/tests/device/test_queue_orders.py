@@ -162,17 +162,19 @@ def claim_kernel(
     heads_ptr,
     seen_ptr,
     total,
+    builders,
     XCDS: tl.constexpr,
     XCD_RUN: tl.constexpr,
     RUN: tl.constexpr,
 ):
     bucket = tl.program_id(0) % XCDS
-    index, past, bucket = claim_tiles(heads_ptr, bucket, total, XCDS, XCD_RUN, RUN)
-    while index < total:
-        tl.atomic_add(seen_ptr + index, 1, sem="relaxed", scope="gpu")
-        index += 1
-        if index == past:
-            index, past, bucket = claim_tiles(heads_ptr, bucket, total, XCDS, XCD_RUN, RUN)
+    first, past, step, bucket = claim_tiles(heads_ptr, bucket, total, builders, XCDS, XCD_RUN, RUN)
+    while first < total:
+        for place in range(first, past, step):
+            tl.atomic_add(seen_ptr + place, 1, sem="relaxed", scope="gpu")
+        first, past, step, bucket = claim_tiles(
+            heads_ptr, bucket, total, builders, XCDS, XCD_RUN, RUN
+        )
 
 
 @pytest.mark.parametrize("xcds", [1, 2, 4])
@@ -183,6 +185,6 @@ def test_every_tile_is_claimed_once(xcds: int, run: int) -> None:
         with Executor(policy=policy, slots=1 + seed % 3) as executor:
             heads = executor.symmetric(xcds, torch.int32, "heads")[0]
             seen = executor.symmetric(total, torch.int32, "seen")[0]
-            claim_kernel[(4,)](heads, seen, total, xcds, 4, run)
+            claim_kernel[(4,)](heads, seen, total, 1 + seed % 4, xcds, 4, run)
             executor.run()
         assert seen.tolist() == [1] * total

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from kosmos_core.errors import ArgumentError, PeerFaultError
 from kosmos_core.worlds import World, gpu_world
+from kosmos_tpsp import TpSpWorkspace, ag_gemm, reference
 from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_devices
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
-from kosmos_tpsp.workspaces import TpSpWorkspace
 
 HERE = Path(__file__).parent
 # (m, n, k) for eight ranks: whole tiles, ragged everywhere, one row a rank, few tiles.
@@ -79,6 +80,44 @@ def test_a_killed_rank_is_named_within_the_bound(
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] is True
     assert all(f"for rank {victim}" in text for text in report["errors"])
+
+
+@pytest.mark.gpu
+def test_worlds_of_different_sizes_in_one_process_share_no_code() -> None:
+    for size in (2, 4):
+        with gpu_world(size) as world:
+            world.spmd(declined_then_refused, world)
+
+
+def call_and_wait(x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace) -> None:
+    ag_gemm(x, w, workspace)
+    workspace.synchronize()
+
+
+def declined_then_refused(rank: int, world: World) -> None:
+    """A call that only meets, a fused one, and one that a rank refuses: every rank hears of it."""
+    device = world.device
+    workspace = TpSpWorkspace(world, 1024, 256, timeout_s=20.0)
+    x = torch.randn(1024 // world.size, 256, device=device).bfloat16()
+    w = torch.randn(256, 256, device=device).bfloat16()
+    workspace.agree("only to meet", 77)
+    product, _ = reference.ag_gemm(x, w, world, "tn")
+    out = ag_gemm(x, w, workspace)
+    workspace.synchronize()
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.float(), product.float(), rtol=2e-2, atol=0.3)
+    world.barrier()
+    with pytest.raises(ArgumentError if rank == 1 else PeerFaultError, match="dtype"):
+        call_and_wait(x.float() if rank == 1 else x, w, workspace)
+    world.barrier()
+    workspace.reset()
+    again = ag_gemm(x, w, workspace)
+    # Comparing loads a module, which waits for a peer's kernel that still waits for this rank.
+    workspace.synchronize()
+    world.barrier()
+    assert isinstance(again, torch.Tensor)
+    assert torch.equal(again, out)
+    workspace.destroy()
 
 
 @pytest.mark.gpu
@@ -144,3 +183,16 @@ def test_a_killed_rank_is_named_by_the_other(victim: int) -> None:
     found = last_object(run)
     assert found["passed"] is True
     assert all(f"for rank {victim}" in text for text in found["errors"])
+
+
+@pytest.mark.multi_gpu(2)
+def test_captured_calls_replay_with_changing_contents() -> None:
+    found = last_object(torchrun(2, str(HERE / "graph_group.py"), "20"))
+    assert found == {"wrong": [], "refused_unprepared": True, "replays": 20}
+
+
+@pytest.mark.multi_gpu(2)
+def test_workspaces_on_streams_of_their_own_run_side_by_side() -> None:
+    found = last_object(torchrun(2, str(HERE / "streams_group.py"), "60"))
+    assert found["wrong"] == []
+    assert found["calls"] == 4 * 60

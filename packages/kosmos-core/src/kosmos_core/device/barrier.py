@@ -58,7 +58,7 @@ from kosmos_core.device.layout import (
 )
 from kosmos_core.device.peers import peer_at, peer_ptr
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.target import clock_ns
+from kosmos_core.device.target import clock_ns, is_over
 
 EPOCH_MASK = tl.constexpr(0xFFFFFFFF)
 
@@ -145,19 +145,15 @@ def start_wait(ctx, call, peer, phase):
     # 0 not yet, 1 here, 2 here with another call, 3 somebody gave up, 4 the bound is over.
     state = tl.full((), 0, tl.int32)
     seen = tl.full((), 0, tl.int64)
-    begin = tl.full((), 0, tl.int64)
+    begin = clock_ns(ctx.TARGET)
     while state == 0:
         seen = tl.atomic_add(slot_ptr, 0, sem="acquire", scope="sys")
         state = start_judge(seen, call.start_word)
         if state == 0:
             if is_aborted(call.signal_ptr):
                 state = tl.full((), 3, tl.int32)
-            else:
-                now = clock_ns(ctx.TARGET)
-                if begin == 0:
-                    begin = now
-                elif now - begin > call.bound_ns:
-                    state = tl.full((), 4, tl.int32)
+            elif is_over(begin, call.bound_ns, ctx.TARGET):
+                state = tl.full((), 4, tl.int32)
     if (state == 2) | (state == 4):
         zero = state * 0
         code = tl.where(state == 2, MISMATCH, TIMEOUT)
@@ -192,7 +188,7 @@ def call_leave(ctx, call, standing):
         tl.store(ctx.control_ptr + EPOCH, call.epoch + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["code", "reason"])
 def fault_kernel(ctx, code, reason):
     """Sets the abort word of every rank, with the reason of a fault that this rank's host found.
 

@@ -40,7 +40,7 @@ from kosmos_core.device.layout import (
     TIMEOUT,
 )
 from kosmos_core.device.peers import peer_ptr
-from kosmos_core.device.target import clock_ns, drain_stores
+from kosmos_core.device.target import clock_ns, drain_stores, is_over
 
 
 @triton.jit
@@ -132,19 +132,15 @@ def flag_wait(ctx, call, flag_ptr, wanted, peer, index, phase, flag, SCOPE: tl.c
     # loop: two are merged into an irreducible loop by triton 3.6 on AMD.
     state = tl.full((), 0, tl.int32)
     seen = tl.full((), 0, tl.int32)
-    begin = tl.full((), 0, tl.int64)
+    begin = clock_ns(ctx.TARGET)
     while state == 0:
         seen = flag_read(flag_ptr, SCOPE)
         if seen >= wanted:
             state = tl.full((), 1, tl.int32)
         elif is_aborted(call.signal_ptr):
             state = tl.full((), 2, tl.int32)
-        else:
-            now = clock_ns(ctx.TARGET)
-            if begin == 0:
-                begin = now
-            elif now - begin > call.bound_ns:
-                state = tl.full((), 3, tl.int32)
+        elif is_over(begin, call.bound_ns, ctx.TARGET):
+            state = tl.full((), 3, tl.int32)
     if state == 3:
         zero = seen * 0
         blamed = zero + peer

@@ -18,6 +18,7 @@ def gemm_tile(
     col,
     k_begin,
     k_end,
+    begin_with,
     LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -31,8 +32,9 @@ def gemm_tile(
 
     The tile begins at row `row` of chunk `chunk` of A and at column `col` of B. No wait may
     stand inside this loop: the pipeliner hoists its loads above it.
+    begin_with: what the sum begins with, 0 but for a tile that is to be NaN.
     """
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + begin_with
     for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
         a = load_tile(a_view, chunk, row, k, BLOCK_M, BLOCK_K, True, EVEN_K, TARGET)
         if LAYOUT == TN:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kosmos_core.device.flags import abort_all, is_aborted
 from kosmos_core.device.layout import FLAG_DATA, TIMEOUT
-from kosmos_core.device.target import AMD, clock_ns
+from kosmos_core.device.target import AMD, clock_ns, is_over
 
 # bf16 bits: "not here yet", and what every NaN result is rewritten to.
 SENTINEL = tl.constexpr(0x7FA1)
@@ -62,7 +62,7 @@ def data_wait(ctx, call, ptr, mask, peer, index, phase):
     """
     state = tl.full((), 0, tl.int32)
     missing = tl.full((), 0, tl.int32)
-    begin = tl.full((), 0, tl.int64)
+    begin = clock_ns(ctx.TARGET)
     bits = tl.zeros(mask.shape, tl.int16)
     while state == 0:
         bits = data_poll(ptr, mask, ctx.TARGET)
@@ -71,12 +71,8 @@ def data_wait(ctx, call, ptr, mask, peer, index, phase):
             state = tl.full((), 1, tl.int32)
         elif is_aborted(call.signal_ptr):
             state = tl.full((), 2, tl.int32)
-        else:
-            now = clock_ns(ctx.TARGET)
-            if begin == 0:
-                begin = now
-            elif now - begin > call.bound_ns:
-                state = tl.full((), 3, tl.int32)
+        elif is_over(begin, call.bound_ns, ctx.TARGET):
+            state = tl.full((), 3, tl.int32)
     if state == 3:
         zero = missing * 0
         abort_all(

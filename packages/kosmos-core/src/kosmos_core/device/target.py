@@ -11,6 +11,7 @@ import triton.language as tl
 
 NVIDIA = tl.constexpr(0)
 AMD = tl.constexpr(1)
+CLOCK_LANES = tl.constexpr(256)  # one a thread of eight warps
 
 
 class PointerView(NamedTuple):
@@ -29,7 +30,10 @@ class PointerView(NamedTuple):
 
 @triton.jit
 def clock_ns(TARGET: tl.constexpr):
-    """Device time in nanoseconds, int64 (AMD counts at 100 MHz)."""
+    """Device time in nanoseconds, int64 (AMD counts at 100 MHz).
+
+    Every warp reads a clock of its own. Nothing may branch on it: see `is_over`.
+    """
     if TARGET == AMD:
         ticks = tl.inline_asm_elementwise(
             "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
@@ -44,6 +48,30 @@ def clock_ns(TARGET: tl.constexpr):
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def is_over(begin, bound_ns, TARGET: tl.constexpr):
+    """Whether more than `bound_ns` have gone by since `begin`, with one answer for all warps.
+
+    Were a bound over for one warp and not for the next, the two would leave a wait apart, and
+    every barrier after it would count the wrong warps.
+    """
+    late = (clock_ns(TARGET) - begin > bound_ns).to(tl.int32)
+    if TARGET == NVIDIA:
+        # One instruction; a reduction costs registers that the split tiles do not have.
+        any_late = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.or.pred p, 0, p; "
+            "selp.s32 $0, 1, 0, p; }",
+            "=r,r",
+            [late],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        any_late = tl.max(tl.zeros([CLOCK_LANES], tl.int32) + late, 0)
+    return any_late != 0
 
 
 @triton.jit

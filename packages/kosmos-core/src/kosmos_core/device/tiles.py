@@ -124,21 +124,30 @@ def gathered_tile(
 
 @triton.jit
 def claim_tiles(
-    heads_ptr, bucket, total, XCDS: tl.constexpr, XCD_RUN: tl.constexpr, RUN: tl.constexpr
+    heads_ptr,
+    bucket,
+    total,
+    builders,
+    XCDS: tl.constexpr,
+    XCD_RUN: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Claims RUN consecutive tiles while the queue is deep, one at a time near its end.
+    """Claims a tile; in a deep queue RUN tiles, for the first claim of each of `builders`.
 
-    Returns (first, past the last, bucket); first >= total: the queue is empty. Near the end means
-    two tiles a workgroup, so that what is claimed at once never decides who finishes last.
+    Returns (first, past the last, step, bucket); first >= total: the queue is empty. The tiles of a
+    run lie `builders` apart: what all work on at a time are neighbours then, and the queue is
+    consumed in its order. Deep means that two tiles a workgroup are left to single claims, so that
+    what is claimed at once never decides who finishes last.
     """
-    runs = tl.maximum(total - 2 * tl.num_programs(0), 0) // RUN
-    claims = total - runs * (RUN - 1)
-    claim, bucket = claim_bucketed(heads_ptr, bucket, claims, XCDS, XCD_RUN)
-    first = claim + tl.minimum(claim, runs) * (RUN - 1)
-    past = first + 1
+    runs = total * 0
+    if RUN > 1:
+        runs = tl.where(total >= (RUN + 2) * tl.num_programs(0), builders, 0)
+    claim, bucket = claim_bucketed(heads_ptr, bucket, total - runs * (RUN - 1), XCDS, XCD_RUN)
     if claim < runs:
-        past = first + RUN
-    return first, past, bucket
+        return claim, claim + RUN * runs, runs, bucket
+    else:
+        first = claim + runs * (RUN - 1)
+        return first, first + 1, tl.maximum(runs, 1), bucket
 
 
 @triton.jit

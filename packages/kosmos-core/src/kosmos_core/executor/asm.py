@@ -65,6 +65,12 @@ def _clock(ex: Executor, w: WorkGroup, asm: str, args: Any, types: Any) -> int:
     return ticks & ((1 << (bits - 1)) - 1)
 
 
+def _agreed(ex: Executor, w: WorkGroup, asm: str, args: Any, types: Any) -> Any:
+    # A workgroup is one thread here: it agrees with itself. Not counted as a barrier, for which no
+    # code may take it.
+    return (np.asarray(args[0]) != 0).astype(np.int32)
+
+
 def _multiprocessor(ex: Executor, w: WorkGroup, asm: str, args: Any, types: Any) -> int:
     gx, gy, gz = w.launch.grid
     return gx * gy * gz if "%nsmid" in asm else w.wg
@@ -126,6 +132,7 @@ _HANDLERS: list[tuple[re.Pattern[str], AsmHandler]] = [
         (r"fence\.(acq_rel|sc)|membar", _fence),
         (r"\bld\.(global\.)?(acquire|relaxed|volatile|mmio)", _ordered_load),
         (r"\b(st|red)\.(global\.)?(async\.)?(release|relaxed|volatile|mmio)", _ordered_store),
+        (r"bar\.red\.(or|and)", _agreed),
         (r"%globaltimer|%clock|s_memrealtime|s_memtime|s_getreg_b32.*SHADER_CYCLES", _clock),
         (r"%n?smid|HW_ID|XCC_ID", _multiprocessor),
         (r"nanosleep|s_sleep", _sleep),

@@ -32,7 +32,7 @@ from kosmos_core.device.layout import (
 from kosmos_core.device.mover import copy_run
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.target import clock_ns, matrix_view
+from kosmos_core.device.target import clock_ns, is_over, matrix_view
 from kosmos_core.device.tiles import LOCAL_FIRST, Grid, gathered_tile, num_gathered_tiles
 
 # Rows of the table of a copy: where each route reads, and where it writes.
@@ -106,8 +106,8 @@ def gemm_kernel(
         row = tile.row_block * BLOCK_M
         col = tile.column * BLOCK_N
         acc = gemm_tile(
-            a_view, b_view, 0, row, col, 0, k, TN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True, True,
-            TARGET,
+            a_view, b_view, 0, row, col, 0, k, 0.0, TN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True,
+            True, TARGET,
         )  # fmt: skip
         store_accumulator(c_view, 0, row, col, acc, BLOCK_M, BLOCK_N, 1, TARGET)
         index = queue_claim(head_ptr)
@@ -134,9 +134,8 @@ def start_order_kernel(
     tl.store(times_ptr + pid, begin)
     # 7 is prime to every SPREAD in use: neighbours stay for different times.
     hold = hold_ns.to(tl.int64) * (1 + pid * 7 % SPREAD)
-    now = begin
-    while now - begin < hold:
-        now = clock_ns(TARGET)
+    while not is_over(begin, hold, TARGET):
+        pass
 
 
 @triton.jit(do_not_specialize=["bound_ns"])
@@ -148,11 +147,11 @@ def presence_kernel(word_ptr, seen_ptr, bound_ns, TARGET: tl.constexpr):
     total = tl.num_programs(0)
     flag_arrive(word_ptr, "gpu", TARGET)
     begin = clock_ns(TARGET)
-    now = begin
+    over = total < 0
     seen = total * 0
-    while (seen < total) & (now - begin < bound_ns):
+    while (seen < total) & (not over):
         seen = flag_read(word_ptr, "gpu")
-        now = clock_ns(TARGET)
+        over = is_over(begin, bound_ns, TARGET)
     tl.store(seen_ptr + tl.program_id(0), seen)
 
 

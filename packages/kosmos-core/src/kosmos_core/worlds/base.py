@@ -108,6 +108,15 @@ class World(abc.ABC):
             num_stages: depth of the software pipeline.
         """
 
+    def load(
+        self, kernel: Any, args: Sequence[Any], key: Hashable, *, num_warps: int, num_stages: int
+    ) -> None:
+        """Compiles and loads what `launch` with these arguments would run, and runs nothing.
+
+        There is nothing to do where kernels are interpreted.
+        """
+        return
+
     @abc.abstractmethod
     def barrier(self) -> None:
         """Host barrier over the group."""

@@ -130,6 +130,12 @@ class GroupWorld(World):
             kernel, num_wgs, args, key, self._device.index, stream, num_warps, num_stages
         )
 
+    def load(
+        self, kernel: Any, args: Sequence[Any], key: Hashable, *, num_warps: int, num_stages: int
+    ) -> None:
+        if not self.is_capturing():  # there the launch refuses what is not loaded
+            LAUNCHER.load(kernel, args, key, self._device.index, num_warps, num_stages)
+
     def barrier(self) -> None:
         self.synchronize()
         dist.barrier(self._group, device_ids=[self._device.index])

@@ -88,6 +88,12 @@ class VirtualGpuWorld(World):
                 kernel, num_wgs, args, key, self._device.index, stream, num_warps, num_stages
             )
 
+    def load(
+        self, kernel: Any, args: Sequence[Any], key: Hashable, *, num_warps: int, num_stages: int
+    ) -> None:
+        with self._lock:
+            LAUNCHER.load(kernel, args, key, self._device.index, num_warps, num_stages)
+
     def barrier(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
         self._gate.wait()

@@ -21,7 +21,7 @@ from kosmos_core.device.flags import flag_read
 from kosmos_core.device.gemm import NN, gemm_tile, store_accumulator
 from kosmos_core.device.layout import COUNTERS, MAX_RANKS, SPLIT_QUEUE, TILE_QUEUE
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.target import fence_async_proxy, matrix_view, store_tile
+from kosmos_core.device.target import fence_async_proxy, load_tile, matrix_view, store_tile
 from kosmos_core.device.tiles import claim_tiles, gathered_tile, num_gathered_tiles
 from kosmos_core.device.trace import BUILD, trace_begin, trace_end
 
@@ -30,52 +30,45 @@ from kosmos_tpsp.device.gather import await_rows
 
 
 @triton.jit
-def combine_pair(
-    base_ptr, own, other, ticket_ptr, acc, ok, offsets, SIZE: tl.constexpr, TARGET: tl.constexpr
-):
+def combine_pair(partials, own_row, other_row, ticket_ptr, acc, CONFIG, TARGET: tl.constexpr):
     """Two partial sums become one.
 
     Returns (sum, True) to the second workgroup to come, (acc, False) to the first. Nothing depends
     on who is second, since a + b is b + a. A second that finds the first's partial need not store
-    its own. A workgroup that knows of an abort leaves NaN, so that the other's sum is NaN too.
+    its own. The partial of a workgroup that knows of an abort is NaN, and so is the sum.
     """
-    if ok == 0:
-        tl.store(base_ptr + own * SIZE + offsets, tl.full(offsets.shape, float("nan"), tl.float32))
+    complete = flag_read(ticket_ptr, "gpu") == 1
+    if not complete:
+        store_tile(partials, 0, own_row, 0, acc, CONFIG.BLOCK_M, CONFIG.BLOCK_N, TARGET)
         complete = elect_last(ticket_ptr, 2, TARGET)
-    else:
-        complete = flag_read(ticket_ptr, "gpu") == 1
-        if not complete:
-            tl.store(base_ptr + own * SIZE + offsets, acc)
-            complete = elect_last(ticket_ptr, 2, TARGET)
-        if complete:
-            acc += tl.load(base_ptr + other * SIZE + offsets)
+    fence_async_proxy(TARGET)
+    if complete:
+        acc += load_tile(
+            partials, 0, other_row, 0, CONFIG.BLOCK_M, CONFIG.BLOCK_N, True, True, TARGET
+        )
     return acc, complete
 
 
 @triton.jit
-def reduce_splits(ops, ctx, call, standing, acc, split_tile, part, CONFIG):
+def reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG):
     """Combines the SPLIT_K partial tiles of one output tile, pair by pair, in fixed order.
 
     SPLIT_K is a power of two. Returns (sum, True) to the workgroup that completes the tile, and
-    (anything, False) to the others. A part of an aborted call is NaN, and so is the tile.
+    (anything, False) to the others.
     """
-    rows = tl.arange(0, CONFIG.BLOCK_M)
-    cols = tl.arange(0, CONFIG.BLOCK_N)
-    offsets = rows[:, None] * CONFIG.BLOCK_N + cols[None, :]
-    SIZE: tl.constexpr = CONFIG.BLOCK_M * CONFIG.BLOCK_N
-    base_ptr = ops.partial_ptr + split_tile.to(tl.int64) * (CONFIG.SPLIT_K * SIZE)
     tickets_ptr = call.set_ptr + COUNTERS + MAX_RANKS * ctx.MAX_ROWS + split_tile * CONFIG.SPLIT_K
+    first = split_tile * CONFIG.SPLIT_K
     complete = part >= 0
     for level in tl.static_range(0, 3):
         if (1 << level) < CONFIG.SPLIT_K:
             if complete:
                 own = part >> level << level
+                other = own ^ (1 << level)
                 place = CONFIG.SPLIT_K - (CONFIG.SPLIT_K >> level) + (part >> (level + 1))
                 acc, complete = combine_pair(
-                    base_ptr, own, own ^ (1 << level), tickets_ptr + place, acc, standing.ok,
-                    offsets, SIZE, ctx.TARGET,
+                    partials, (first + own) * CONFIG.BLOCK_M, (first + other) * CONFIG.BLOCK_M,
+                    tickets_ptr + place, acc, CONFIG, ctx.TARGET,
                 )  # fmt: skip
-    fence_async_proxy(ctx.TARGET)
     return acc, complete
 
 
@@ -109,9 +102,14 @@ def await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG):
 def multiply(
     own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr
 ):
-    """The fp32 tile over part of the contraction; nothing is read once the call is aborted."""
+    """The fp32 tile over part of the contraction.
+
+    Once the call is aborted nothing is read and the tile is NaN.
+    """
+    begin_with = 0.0
     if standing.ok == 0:
         k_end = k_begin
+        begin_with = float("nan")
     # One K loop serves both sources: two in a branch would each claim their own shared memory.
     a_view = gathered
     chunk = tile.src_rank
@@ -120,39 +118,22 @@ def multiply(
         chunk = tile.src_rank * 0
     return gemm_tile(
         a_view, weights, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N,
-        k_begin, k_end, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K,
+        k_begin, k_end, begin_with, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K,
         CONFIG.STAGES, CONFIG.EVEN_K, CONFIG.EVEN_N, TARGET,
     )  # fmt: skip
 
 
 @triton.jit
-def store_output(out, standing, tile, acc, CONFIG, TARGET: tl.constexpr):
-    """Rounds a complete tile once and stores it; a tile of an aborted call is NaN."""
-    row = tile.row_block * CONFIG.BLOCK_M
-    col = tile.column * CONFIG.BLOCK_N
-    # A branch around the store and not a select on the sum, which would serialise the tensor-core
-    # instructions.
-    if standing.ok != 0:
-        store_accumulator(
-            out,
-            tile.src_rank,
-            row,
-            col,
-            acc,
-            CONFIG.BLOCK_M,
-            CONFIG.BLOCK_N,
-            CONFIG.STORE_SPLITS,
-            TARGET,
-        )
-    else:
-        WIDTH: tl.constexpr = CONFIG.BLOCK_N // CONFIG.STORE_SPLITS
-        nan = tl.full((CONFIG.BLOCK_M, WIDTH), float("nan"), tl.bfloat16)
-        for part in tl.static_range(0, CONFIG.BLOCK_N, WIDTH):
-            store_tile(out, tile.src_rank, row, col + part, nan, CONFIG.BLOCK_M, WIDTH, TARGET)
+def store_output(out, tile, acc, CONFIG, TARGET: tl.constexpr):
+    """Rounds a complete tile once and stores it."""
+    store_accumulator(
+        out, tile.src_rank, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, acc,
+        CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET,
+    )  # fmt: skip
 
 
 @triton.jit
-def build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG):
+def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
     """A builder: tiles in queue order until none is left.
 
     The last `split_tiles` tiles are split SPLIT_K ways along the contraction and stand in a queue
@@ -179,25 +160,30 @@ def build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG):
     heads_ptr = call.set_ptr + TILE_QUEUE
     bucket = tl.program_id(0) % CONFIG.XCDS
     ready = tiles * 0 - 1
-    index, past, bucket = claim_tiles(
-        heads_ptr, bucket, whole, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
+    index, past, step, bucket = claim_tiles(
+        heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
     )
     while index < whole:
-        tile = locate(index, grid, call.rank, ctx.WORLD, CONFIG)
-        if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
+        # Nothing in this loop stands in a branch, so that a tile's store overlaps the next tile.
+        for place in tl.range(index, past, step):
+            tile = locate(place, grid, call.rank, ctx.WORLD, CONFIG)
             standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
             begin = trace_begin(ctx)
-            acc = multiply(own, gathered, weights, call, standing, tile, 0, k, CONFIG, T)
-            store_output(out, standing, tile, acc, CONFIG, T)
-            trace_end(ctx, BUILD, index, begin)
-        index += 1
-        if index == past:
-            index, past, bucket = claim_tiles(
-                heads_ptr, bucket, whole, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
-            )
+            # An empty row block has nothing to read, and its store ends outside the chunk.
+            k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows, k, 0)
+            acc = multiply(own, gathered, weights, call, standing, tile, 0, k_end, CONFIG, T)
+            store_output(out, tile, acc, CONFIG, T)
+            trace_end(ctx, BUILD, place, begin)
+        index, past, step, bucket = claim_tiles(
+            heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
+        )
     if CONFIG.SPLIT_K > 1:
         # A part covers whole BLOCK_K steps, so that only the last one meets the ragged end.
         span = tl.cdiv(tl.cdiv(k, CONFIG.BLOCK_K), CONFIG.SPLIT_K) * CONFIG.BLOCK_K
+        rows = split_tiles * (CONFIG.SPLIT_K * CONFIG.BLOCK_M)
+        partials = matrix_view(
+            ops.partial_ptr, 1, rows, rows * 0 + CONFIG.BLOCK_N, CONFIG.BLOCK_M, CONFIG.BLOCK_N, T
+        )
         unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
         while unit < (tiles - whole) * CONFIG.SPLIT_K:
             split_tile = unit // CONFIG.SPLIT_K
@@ -210,11 +196,9 @@ def build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG):
                 acc = multiply(
                     own, gathered, weights, call, standing, tile, part * span, k_end, CONFIG, T
                 )
-                acc, complete = reduce_splits(
-                    ops, ctx, call, standing, acc, split_tile, part, CONFIG
-                )
+                acc, complete = reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG)
                 if complete:
-                    store_output(out, standing, tile, acc, CONFIG, T)
+                    store_output(out, tile, acc, CONFIG, T)
                 trace_end(ctx, BUILD, whole + split_tile, begin)
             unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
     return standing

@@ -62,3 +62,12 @@ class Operands(NamedTuple):
     gathered_ptr: tl.tensor
     keep_ptr: tl.tensor
     partial_ptr: tl.tensor
+
+
+def store_splits(block_n: int) -> int:
+    """Column parts in which a tile is stored.
+
+    A tile is written out while the next one is computed, so its staging stands beside the buffers
+    of the pipeline. Wider than 128 columns it does not fit there whole.
+    """
+    return 1 if block_n <= 128 else 2

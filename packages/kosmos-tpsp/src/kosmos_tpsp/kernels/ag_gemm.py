@@ -55,7 +55,8 @@ def ag_gemm_kernel(ops, ctx, m, n, k, num_movers, split_tiles, call_hash, CONFIG
             standing = move(ops, ctx, call, standing, grid, k, CONFIG)
     if CONFIG.PHASE != GATHER_ONLY:
         if is_builder_last(call, num_movers, CONFIG.POLICY):
-            standing = build(ops, ctx, call, standing, grid, n, k, split_tiles, CONFIG)
+            builders = tl.maximum(tl.num_programs(0) - num_movers, 1)
+            standing = build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG)
     if CONFIG.KEEP_GATHERED and CONFIG.PHASE != BUILD_ONLY:
         standing = keep_rows(ops, ctx, call, standing, grid, k, CONFIG)
     elif CONFIG.PHASE == GATHER_ONLY:

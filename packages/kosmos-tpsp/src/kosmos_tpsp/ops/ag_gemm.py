@@ -35,6 +35,8 @@ POLICIES = {
 }
 TRANSPORTS = {"pull": codes.PULL, "push": codes.PUSH}
 XCD_RUN = 4
+MAX_PREPARED = 1024  # calls of a workspace whose plans are remembered
+CALL_HASH = -2  # its place among the kernel's arguments
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,20 @@ def ag_gemm(
             out.copy_(product)
         kept = gathered if call.problem.keeps_gathered else None
     else:
-        for config, key in zip(call.configs, call.keys, strict=True):
-            _launch(x, w, out, kept, workspace, call, config, key, options.traced)
+        launches = [
+            _arguments(x, w, out, kept, workspace, call, config, options.traced)
+            for config in call.configs
+        ]
+        warps, stages, world = call.plan.num_warps, call.plan.num_stages, workspace.world
+        if len(launches) > 1:
+            # All of them before the first one runs: see `World.load`.
+            for args, key in zip(launches, call.keys, strict=True):
+                world.load(ag_gemm_kernel, args, key, num_warps=warps, num_stages=stages)
+        for args, key in zip(launches, call.keys, strict=True):
+            workspace.begin(call.label, args[CALL_HASH])
+            world.launch(
+                ag_gemm_kernel, call.plan.cap, args, key, num_warps=warps, num_stages=stages
+            )
     return (out, kept) if kept is not None else out
 
 
@@ -243,7 +257,10 @@ def _prepare(
     except TypeError:
         call = None  # a choice that has no hash: the plan refuses it by name
     if call is None:
-        call = workspace.prepared[key] = _plan(x, w, workspace, options)
+        call = _plan(x, w, workspace, options)
+        if len(workspace.prepared) >= MAX_PREPARED:
+            del workspace.prepared[next(iter(workspace.prepared))]
+        workspace.prepared[key] = call
     return call
 
 
@@ -300,10 +317,9 @@ def _plan(
         _LOGGED.add((label, decline))
         LOG.warning("%s takes the reference path: %s", label, decline)
     configs = _configs(problem, plan, options)
-    keys = tuple(
-        intern_key((problem, plan, c.PHASE.value, options.traced, workspace.context_key))
-        for c in configs
-    )
+    # Not m, which the compiled code does not depend on: training may vary it from call to call.
+    built_for = (n, k, plan.num_warps, plan.num_stages, options.traced, workspace.context_key)
+    keys = tuple(intern_key((*(v.value for v in c), built_for)) for c in configs)
     return Prepared(problem, plan, decline, call_hash, configs, keys, label)
 
 
@@ -349,7 +365,7 @@ def _configs(
         CLAIM_RUN=tl.constexpr(plan.claim_run),
         XCDS=tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
         XCD_RUN=tl.constexpr(XCD_RUN),
-        STORE_SPLITS=tl.constexpr(1),
+        STORE_SPLITS=tl.constexpr(codes.store_splits(plan.block_n)),
         EVEN_K=tl.constexpr(int(problem.k % plan.block_k == 0)),
         EVEN_N=tl.constexpr(int(problem.n % plan.block_n == 0)),
     )
@@ -358,7 +374,7 @@ def _configs(
     return fused._replace(PHASE=codes.GATHER_ONLY), fused._replace(PHASE=codes.BUILD_ONLY)
 
 
-def _launch(
+def _arguments(
     x: torch.Tensor,
     w: torch.Tensor,
     out: torch.Tensor,
@@ -366,13 +382,11 @@ def _launch(
     workspace: TpSpWorkspace,
     call: Prepared,
     config: AgGemmConfig,
-    key: int,
     traced: bool,
-) -> None:
-    plan, problem, world = call.plan, call.problem, workspace.world
-    call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.BUILD_ONLY)
-    workspace.begin(call.label, call_hash)
-    gathered = workspace.buffer(int(words.GATHER.value)) if world.size > 1 else x
+) -> tuple[Any, ...]:
+    """Arguments of one launch of `ag_gemm_kernel`."""
+    plan, problem = call.plan, call.problem
+    gathered = workspace.buffer(int(words.GATHER.value)) if workspace.world.size > 1 else x
     if kept is not None and plan.transport == "pull":
         gathered = kept
     ops = Operands(
@@ -381,13 +395,11 @@ def _launch(
     )  # fmt: skip
     # A launch that only gathers has no use for builders.
     movers = plan.cap if config.PHASE is codes.GATHER_ONLY else plan.num_movers
-    args = (
+    call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.BUILD_ONLY)
+    return (
         ops, workspace.context(traced), problem.m, problem.n, problem.k, movers, plan.split_tiles,
         call_hash, config,
     )  # fmt: skip
-    world.launch(
-        ag_gemm_kernel, plan.cap, args, key, num_warps=plan.num_warps, num_stages=plan.num_stages
-    )
 
 
 __all__ = ["AgGemmOptions", "Prepared", "ag_gemm", "describe_call", "prepare_ag_gemm"]

@@ -27,6 +27,7 @@ CHECKS: dict[str, str] = {
     "k-loop": "no acquire inside a loop that the pipeliner reorders",
     "warp-specialize": "warp specialization clones no atomic",
     "serial-mma": "NVIDIA: the tensor-core instructions of a K loop are not serialized",
+    "clock": "no branch depends on a clock that every warp reads for itself",
     "divergence": "AMD: no barrier is reached by only some lanes of a wave",
 }
 

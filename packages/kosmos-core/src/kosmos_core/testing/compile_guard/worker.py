@@ -13,7 +13,7 @@ import triton.compiler.code_generator
 from triton import knobs
 from triton.runtime import cache
 
-from kosmos_core.testing.compile_guard import amdgcn, ordering, ptx, resources, ttir
+from kosmos_core.testing.compile_guard import amdgcn, clocks, ordering, ptx, resources, ttir
 from kosmos_core.testing.compile_guard.cases import CompileCase, CompileReport, Finding, judge
 from kosmos_core.testing.compile_guard.listing import Listing
 from kosmos_core.testing.compile_guard.signature import build_source
@@ -90,6 +90,7 @@ def _inspect(
     findings += ordering.check_polls(module, listing)
     findings += ttir.check_loops(module, int(kernel.metadata.num_stages))
     findings += ttir.check_warp_specialize(module, kernel.asm["ttgir"], target.is_amd)
+    findings += clocks.check_clocks(kernel.asm["ttir"])
     if target.is_amd:
         findings += amdgcn.check_divergence(kernel.asm["amdgcn"])
     report.findings = findings
