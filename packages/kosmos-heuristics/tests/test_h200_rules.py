@@ -10,12 +10,14 @@ from kosmos_heuristics.movers import (
     CLOSE,
     CREW_QUANTUM,
     MIN_CREW,
+    MOVER_WEIGHT,
     SATURATING_CREW,
+    SHARE_EXPONENT,
     TILES_AFTER_ARRIVAL,
 )
 from kosmos_heuristics.orders import TileQueue
 from kosmos_heuristics.shapes import llama3
-from kosmos_heuristics.tiles import FULL_WAVE, GROUP_M_H200, UNIT_BYTES
+from kosmos_heuristics.tiles import FULL_WAVE, GROUP_M_H200, SPLIT_MIN_K, UNIT_BYTES
 
 # The rules are tested on a machine of their own: the packaged figures change with every new
 # measurement.
@@ -37,7 +39,8 @@ def with_link(factor):
 def gather_ms(problem, crew, machine=H200, transport="push"):
     """Remote bytes over what a crew brings beside builders; no code in common with the rules."""
     peak = machine.transport_named(transport).gbps.peak
-    rate = peak * min(crew, SATURATING_CREW) / SATURATING_CREW
+    missing = max(SATURATING_CREW - crew, 0) / SATURATING_CREW
+    rate = peak * (1 - missing**SHARE_EXPONENT)
     return problem.m // problem.world_size * (problem.world_size - 1) * problem.k * 2 / rate / 1e6
 
 
@@ -46,10 +49,12 @@ def gemm_ms(problem):
 
 
 def predicted_ms(problem, crew):
-    """The longer of transport with the tiles after it, and of building with the movers missing."""
+    """The longer of transport with the tiles after it, and of building while the movers gather."""
     gather, gemm = gather_ms(problem, crew), gemm_ms(problem)
     tile = gemm * 132 / max(1, problem.m / 128 * (problem.n / 256))
-    return max(gather + TILES_AFTER_ARRIVAL * tile, gemm + crew * gather / 132)
+    busy = max(crew, SATURATING_CREW)
+    delay = MOVER_WEIGHT * busy * gather_ms(problem, busy) / 132
+    return max(gather + TILES_AFTER_ARRIVAL * tile, gemm + delay)
 
 
 def random_problem(rng):
@@ -95,8 +100,8 @@ def test_no_crew_is_larger_than_it_takes_to_bring_the_peak():
 
 
 def test_crews_by_what_decides():
-    # Where bytes decide, the crew brings most of the link; where the GEMM does, it is ahead of the
-    # GEMM, and by far so with the smallest crew where the output is wide.
+    # Where bytes decide, the crew brings most of the link; where the GEMM does, it is no more than
+    # the movers' own delay behind it, and far ahead with the smallest crew where the output is wide.
     for shape in llama3("ag_gemm", "tn"):
         problem = AgGemmProblem(shape.m, shape.n, shape.k, 2)
         plan = plan_ag_gemm(problem, H200)
@@ -104,8 +109,8 @@ def test_crews_by_what_decides():
             assert "bytes decide" in plan.rule
             assert gather_ms(problem, plan.num_movers) <= 1.2 * gather_ms(problem, CREWS[-1])
         else:
-            assert "GEMM decides" in plan.rule
-            assert gather_ms(problem, plan.num_movers) < gemm_ms(problem)
+            assert gather_ms(problem, SATURATING_CREW) < gemm_ms(problem)
+            assert gather_ms(problem, plan.num_movers) < 1.1 * gemm_ms(problem)
         if gather_ms(problem, MIN_CREW) >= gemm_ms(problem):
             assert plan.num_movers > MIN_CREW
         if shape.n >= 3584:
@@ -181,10 +186,10 @@ def test_narrow_tiles_only_where_they_save_waves():
     ("tiles", "factor", "split"),
     [
         *((1, 4, 1), (33, 4, 33), (34, 2, 34), (66, 2, 66)),
-        # Past half a wave, the tail: as many tiles as fill the grid with their halves.
-        *((67, 2, 66), (79, 2, 66), (80, 1, 0), (131, 1, 0)),
+        # Past half a wave the halves would fill the grid more than once.
+        *((67, 1, 0), (131, 1, 0)),
         # A full wave leaves nothing to fill; a little more than one leaves nearly all of it.
-        *((132, 1, 0), (133, 2, 66), (211, 2, 66), (212, 1, 0), (264, 1, 0)),
+        *((132, 1, 0), (133, 2, 66), (198, 2, 66), (199, 1, 0), (264, 1, 0)),
     ],
 )
 def test_split_without_peers_is_by_waves(layout, tiles, factor, split):
@@ -223,7 +228,9 @@ def test_tail_of_a_long_gemm_is_split_only_where_the_last_wave_is_not_full():
     rng = random.Random()
     splits = set()
     for _ in range(200):
-        problem = AgGemmProblem(512 * rng.randint(16, 64), 256 * rng.randint(16, 52), 8192, 2)
+        problem = AgGemmProblem(
+            512 * rng.randint(16, 64), 256 * rng.randint(16, 52), SPLIT_MIN_K, 2
+        )
         plan = plan_ag_gemm(problem, H200)
         tiles = problem.m // 128 * (problem.n // 256)
         # The movers are missing for as long as they gather.
@@ -232,6 +239,8 @@ def test_tail_of_a_long_gemm_is_split_only_where_the_last_wave_is_not_full():
         if abs(last - FULL_WAVE) > 1e-6 and 1e-6 < last < 1 - 1e-6:
             assert plan.split_tiles == (66 if last <= FULL_WAVE else 0)
             splits.add(plan.split_k)
+        short = dataclasses.replace(problem, k=SPLIT_MIN_K - 8)
+        assert plan_ag_gemm(short, H200).split_tiles == 0
     assert splits == {1, 2}
 
 
@@ -267,8 +276,8 @@ def test_units_are_large_enough_to_pay_for_their_claim_and_not_larger():
 
 
 def test_slices_of_some_shapes():
-    # A tile row of 8 MiB, a chunk of 512 of them: 16 units of half a MiB.
-    assert plan_ag_gemm(AgGemmProblem(65536, 2304, 16384, 2), H200).slices == 16
+    # A tile row of 8 MiB: 32 units of a quarter of a MiB.
+    assert plan_ag_gemm(AgGemmProblem(65536, 2304, 16384, 2), H200).slices == 32
     # A tile row of 128 KiB is one unit.
     assert plan_ag_gemm(AgGemmProblem(512, 768, 256, 2), H200).slices == 1
     # Never thinner than a row.

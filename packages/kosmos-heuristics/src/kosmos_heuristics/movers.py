@@ -22,15 +22,18 @@ EXECUTOR_MOVERS_PER_PEER = 2
 
 # Rules from curves, fitted to ag_gemm on two pairs of H200s (docs/decisions/0003-h200-rules.md).
 # Beside builders, which load the memory system, it takes so many movers to bring the transport's
-# peak; fewer bring their share of it.
+# peak; of fewer, each brings a little more than its share.
 SATURATING_CREW = 24
+SHARE_EXPONENT = 1.25
 # Tiles that are still built one after the other once the last unit has arrived.
-TILES_AFTER_ARRIVAL = 1.5
+TILES_AFTER_ARRIVAL = 0.6
+# Building workgroups that a mover costs: itself, and what its traffic slows the others.
+MOVER_WEIGHT = 1.25
 # Crews that are considered, in WGs over all peers: from MIN_CREW in steps, up to half the WGs.
 MIN_CREW = 8
 CREW_QUANTUM = 4
 # The smallest crew is taken whose predicted time is this close to the best.
-CLOSE = 1.01
+CLOSE = 1.005
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def gather_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: in
     """Milliseconds in which a crew gathers everything while others build; 0 without peers."""
     if problem.num_peers == 0:
         return 0.0
-    share = min(1.0, crew / SATURATING_CREW)
+    share = 1.0 - max(0.0, 1.0 - crew / SATURATING_CREW) ** SHARE_EXPONENT
     return problem.remote_bytes / (share * machine.peak_gbps(transport, problem.num_peers) * 1e6)
 
 
@@ -81,14 +84,16 @@ def gemm_ms(problem: AgGemmProblem, machine: Machine) -> float:
 def _fused_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
     """Milliseconds of a call with a crew, as far as the crew decides them.
 
-    The longer of transport, which ``TILES_AFTER_ARRIVAL`` tiles follow, and of building, from which
-    the crew is missing while it gathers: up to ``SATURATING_CREW`` equally much with any crew.
+    The longer of transport, which ``TILES_AFTER_ARRIVAL`` tiles follow, and of building, which the
+    crew delays: up to ``SATURATING_CREW`` equally much with any crew.
     """
     gather = gather_ms(problem, machine, transport, crew)
     gemm = gemm_ms(problem, machine)
     tiles = max(1.0, problem.m / machine.tile.block_m * problem.n / machine.tile.block_n)
     tile_ms = gemm * machine.num_wgs / tiles
-    return max(gather + TILES_AFTER_ARRIVAL * tile_ms, gemm + gather * crew / machine.num_wgs)
+    most = max(crew, SATURATING_CREW)
+    delay = gather_ms(problem, machine, transport, most) * MOVER_WEIGHT * most / machine.num_wgs
+    return max(gather + TILES_AFTER_ARRIVAL * tile_ms, gemm + delay)
 
 
 def _from_curves(problem: AgGemmProblem, machine: Machine, transport: str) -> MoverChoice:

@@ -21,8 +21,11 @@ XCD_MIN_TILE_ROWS = 5
 # The constants below were fitted on two H200s (docs/decisions/0003-h200-rules.md).
 # The last tiles are split this many ways: the second part to finish adds the first to its own.
 TAIL_SPLIT_K = 2
-# A last wave fuller than this is not split.
-FULL_WAVE = 0.6
+# A last wave fuller than this is not split: halves would fill the grid more than once.
+FULL_WAVE = 0.5
+# Beside a gather the tails of the workgroups differ anyway, as movers become builders at their own
+# time: what is left pays for the partials only where a tile takes as long as with this k.
+SPLIT_MIN_K = 16384
 # Tiles of a builder's first claim, the largest run that leaves two waves to single claims: the
 # stores of a run overlap its next tiles, and the last tiles decide who finishes last.
 CLAIM_RUNS = (8, 4, 2)
@@ -36,7 +39,7 @@ GROUP_M = 8
 GROUP_M_H200 = 16
 # A mover's unit is this large or up to twice as large: its claim and its flag cost as much as 60 KB
 # of transport.
-UNIT_BYTES = 512 * 1024
+UNIT_BYTES = 256 * 1024
 # A larger step spills registers in kernels that split the contraction (compile guard, sm_90).
 MAX_STEP_BYTES = 32 * 1024
 # Tile rows are swept together only where the gather runs well ahead of the builders: the GEMM
@@ -164,6 +167,8 @@ def _tail_split(
         return (TAIL_SPLIT_K,), tail, "the gather is the longer side"
     # The share of the grid that gathers instead of building lengthens the queue.
     waves = ids / cap * (1.0 + crew * gather / (gemm * machine.num_wgs))
+    if problem.num_peers and problem.k < SPLIT_MIN_K:
+        return (), 0, f"k {problem.k} < {SPLIT_MIN_K}: whole tiles"
     if 0 < waves % 1.0 <= FULL_WAVE:
         return (TAIL_SPLIT_K,), tail, f"{waves:.2f} waves, the last one not full"
     return (), 0, f"{waves:.2f} waves, the last one nearly full: whole tiles"
