@@ -100,8 +100,8 @@ def test_no_crew_is_larger_than_it_takes_to_bring_the_peak():
 
 
 def test_crews_by_what_decides():
-    # Where bytes decide, the crew brings most of the link; where the GEMM does, it is no more than
-    # the movers' own delay behind it, and far ahead with the smallest crew where the output is wide.
+    # Where bytes decide, the crew brings most of the link; where the GEMM does, it is not far
+    # behind it, and far ahead with the smallest crew where the output is wide.
     for shape in llama3("ag_gemm", "tn"):
         problem = AgGemmProblem(shape.m, shape.n, shape.k, 2)
         plan = plan_ag_gemm(problem, H200)

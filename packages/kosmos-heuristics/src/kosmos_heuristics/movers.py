@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv
@@ -72,7 +73,8 @@ def gather_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: in
     """Milliseconds in which a crew gathers everything while others build; 0 without peers."""
     if problem.num_peers == 0:
         return 0.0
-    share = 1.0 - max(0.0, 1.0 - crew / SATURATING_CREW) ** SHARE_EXPONENT
+    missing = max(0.0, 1.0 - crew / SATURATING_CREW)
+    share = 1.0 - math.pow(missing, SHARE_EXPONENT)
     return problem.remote_bytes / (share * machine.peak_gbps(transport, problem.num_peers) * 1e6)
 
 

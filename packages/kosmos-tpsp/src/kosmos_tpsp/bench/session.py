@@ -83,6 +83,7 @@ def run(
     *,
     sweep: bool,
     described: dict[str, Any],
+    so_far: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Measures all cases. Collective, and the report is the same on every rank.
 
@@ -93,8 +94,22 @@ def run(
         settings: how long; every case gets a seed of its own.
         sweep: also two-way switching and fixed splits.
         described: what else the report should say about how it was measured.
+        so_far: told on rank 0, after each case, what has been measured until then.
     """
     rows: list[Row] = []
+    host_us: dict[str, float] = {}
+    surroundings = environment(rig.world)
+
+    def report() -> Report:
+        return Report(
+            tuple(rows[: len(cases)]),
+            tuple(rows[len(cases) :]),
+            host_us,
+            rig.peak_gbps,
+            {**described, **asdict(settings), "sweep": sweep},
+            surroundings,
+        )
+
     with _progress(rig.world) as bar:
         task = bar.add_task("", total=len(cases) + len(order_cases))
 
@@ -111,17 +126,12 @@ def run(
             rows.append(row)
             if rig.world.rank == 0:
                 bar.console.print(summary(row), markup=False)
+                so_far(report())
             bar.advance(task)
         bar.update(task, description="host cost of a call")
-        host_us = host_cost(rig, settings.host_calls) if settings.host_calls else {}
-    return Report(
-        tuple(rows[: len(cases)]),
-        tuple(rows[len(cases) :]),
-        host_us,
-        rig.peak_gbps,
-        {**described, **asdict(settings), "sweep": sweep},
-        environment(rig.world),
-    )
+        if settings.host_calls:
+            host_us.update(host_cost(rig, settings.host_calls))
+    return report()
 
 
 def host_cost(rig: Rig, calls: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ GEMM_OWN = "gemm_own"
 TWO_WAY = "two_way"
 FIXED_PREFIX = "fixed_"
 ORDER_PREFIX = "order_"
-FIXED_CREWS = (4, 8, 12, 16, 24, 32, 48)
+FIXED_CREWS = (4, 8, 12, 16, 24, 32)
 
 Call = Callable[[], tuple[torch.Tensor, ...]]
 

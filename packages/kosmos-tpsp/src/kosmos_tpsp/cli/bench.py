@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -83,7 +84,10 @@ def bench(
     }  # fmt: skip
     try:
         with process_group(), group_rig([*cases, *ordered], choices) as rig:
-            report = run(rig, cases, ordered, settings, sweep=sweep, described=described)
+            report = run(
+                rig, cases, ordered, settings, sweep=sweep, described=described,
+                so_far=partial(write, json_path),
+            )  # fmt: skip
             first = dist.get_rank() == 0
     except KosmosError as error:
         click.echo(f"bench: {error}", err=True)
@@ -98,11 +102,17 @@ def publish(report: Report, json_path: Path | None, png_path: Path | None) -> No
     screen = console()
     print_report(report, screen)
     if json_path is not None:
-        json_path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write(json_path, report)
         screen.print(f"wrote {json_path}", markup=False, soft_wrap=True)
     if png_path is not None and not report.wrong:
         draw(report, png_path)
         screen.print(f"wrote {png_path}", markup=False, soft_wrap=True)
+
+
+def write(json_path: Path | None, report: Report) -> None:
+    """Writes what has been measured, also before the end: a run may be stopped."""
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 def _cases(shapes: str | None, layout: str, ablation: bool) -> tuple[list[Case], list[Case]]:
