@@ -65,6 +65,22 @@ def test_an_abort_of_the_last_call_is_told_by_leaving(
         for rank, error in enumerate(run_checked(3, untold(leave), seed=seed)):
             assert isinstance(error, PeerError)
             assert error.rank == rank
+            assert "The workspace is destroyed" in str(error)
+            assert "reset()" not in str(error)
+
+
+def test_a_reset_says_what_it_forgets(caplog: pytest.LogCaptureFixture) -> None:
+    def reset_untold(workspace: Workspace) -> None:
+        workspace.reset()
+        workspace.destroy()
+        raise PeerResetError
+
+    class PeerResetError(KosmosError):
+        pass
+
+    assert len(run_checked(2, untold(reset_untold))) == 2
+    [record] = [r for r in caplog.records if "reset() forgets a call" in r.getMessage()]
+    assert "rank 1 of 2, last call second" in record.getMessage()
 
 
 def test_leaving_after_an_error_that_was_told_is_quiet() -> None:

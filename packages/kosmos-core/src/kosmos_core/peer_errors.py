@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ EXCEPTION = 8
 
 @dataclass(frozen=True)
 class Reader:
-    """The rank that reads the record, and what it was doing."""
+    """The rank that reads the record, and what it was doing; `leaving` is destroying."""
 
     rank: int
     size: int
@@ -43,6 +44,7 @@ class Reader:
     epoch: int
     timeout_s: float
     leave_timeout_s: float
+    leaving: bool = False
 
 
 def peer_error(word: int, signal: torch.Tensor, reader: Reader) -> PeerError:
@@ -60,7 +62,6 @@ def peer_error(word: int, signal: torch.Tensor, reader: Reader) -> PeerError:
     phase = layout.PHASE_NAMES.get(record[2], "?")
     flag = layout.FLAG_NAMES.get(record[3], "?")
     index, seen, wanted = record[4], record[5], record[6]
-    reason = FAULT_REASONS.get(seen, "argument")
     leaving = record[3] == int(layout.FLAG_START.value) and wanted >> 32 == LEAVE_HASH
     bound = reader.leave_timeout_s if leaving else reader.timeout_s
     kinds: dict[int, tuple[type[PeerError], str]] = {
@@ -73,21 +74,72 @@ def peer_error(word: int, signal: torch.Tensor, reader: Reader) -> PeerError:
             PeerMismatchError,
             f"rank {peer} made another call than rank {raiser} "
             f"(operation, shape, dtype or plan differ): {flag} {index} was "
-            f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})"
-            f"{_odd_one_out(signal, reader)}",
+            f"{_shown(flag, seen)}, wanted {_shown(flag, wanted)} (phase {phase})",
         ),
-        int(layout.FAULT.value): (
-            PeerFaultError,
-            f"rank {raiser} left the workspace by an exception"
-            if seen == EXCEPTION
-            else f"rank {raiser} refused its call before launch: bad {reason}",
-        ),
+        int(layout.FAULT.value): (PeerFaultError, _refusal(raiser, seen)),
     }
     kind, text = kinds[code]
-    message = (
-        f"rank {reader.rank} of {reader.size}, last call {reader.op}: {text}. "
-        "Outputs of this and later calls are NaN; call reset() on every rank to go on"
+    if code == int(layout.MISMATCH.value):
+        text += _odd_one_out(signal, reader)
+    return _error(kind, text, reader, raiser, peer, phase, flag, index, seen, wanted)
+
+
+def host_error(calls: Sequence[tuple[int, int]], reader: Reader) -> PeerError | None:
+    """The exception where ranks compare their calls on the host; None if all make the same one.
+
+    Args:
+        calls: (hash, 0) of each rank's call, or (anything, key of `FAULT_REASONS`) where it refused
+            its call.
+        reader: the rank.
+    """
+    start = layout.FLAG_NAMES[int(layout.FLAG_START.value)]
+    phase = layout.PHASE_NAMES[int(layout.PHASE_START.value)]
+    for rank, (_, reason) in enumerate(calls):
+        if reason:
+            return _error(
+                PeerFaultError, _refusal(rank, reason), reader, rank, rank, phase, start, rank,
+                reason, 0,
+            )  # fmt: skip
+    mine = calls[reader.rank][0]
+    others = [rank for rank, (theirs, _) in enumerate(calls) if theirs != mine]
+    if not others:
+        return None
+    text = (
+        f"ranks {others} made another call than rank {reader.rank} "
+        "(operation, shape, dtype or plan differ)"
     )
+    seen = calls[others[0]][0]
+    return _error(
+        PeerMismatchError, text, reader, reader.rank, others[0], phase, start, others[0], seen, mine
+    )
+
+
+def _refusal(rank: int, reason: int) -> str:
+    if reason == EXCEPTION:
+        return f"rank {rank} left the workspace by an exception"
+    return (
+        f"rank {rank} refused its call before launch: bad {FAULT_REASONS.get(reason, 'argument')}"
+    )
+
+
+def _error(
+    kind: type[PeerError],
+    text: str,
+    reader: Reader,
+    raiser: int,
+    peer: int,
+    phase: str,
+    flag: str,
+    index: int,
+    seen: int,
+    wanted: int,
+) -> PeerError:
+    end = (
+        "The workspace is destroyed; outputs of its last calls may be NaN"
+        if reader.leaving
+        else "Outputs of this and later calls are NaN; call reset() on every rank to go on"
+    )
+    message = f"rank {reader.rank} of {reader.size}, last call {reader.op}: {text}. {end}"
     return kind(
         message, rank=reader.rank, raised_by=raiser, peer=peer, op=reader.op, phase=phase,
         flag=flag, index=index, seen=seen, wanted=wanted,

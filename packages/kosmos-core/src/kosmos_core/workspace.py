@@ -19,7 +19,15 @@ from kosmos_core.device.barrier import agree_kernel, fault_kernel
 from kosmos_core.device.layout import Context
 from kosmos_core.device.trace import EVENT_WORDS
 from kosmos_core.errors import PeerError, WorkspaceError
-from kosmos_core.peer_errors import EXCEPTION, LEAVE_HASH, MASK32, Reader, as_int32, peer_error
+from kosmos_core.peer_errors import (
+    EXCEPTION,
+    LEAVE_HASH,
+    MASK32,
+    Reader,
+    as_int32,
+    host_error,
+    peer_error,
+)
 from kosmos_core.worlds.base import SymmetricBuffer, World
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -129,6 +137,7 @@ class Workspace:
         self._last_hash = 0
         self._first_epoch = first_epoch
         self._destroyed = False
+        self._leaving = False
         self._error: PeerError | None = None
         self._last_stream: Any = None
         stride, self._set_words, self._arrival_words = control_sizes(max_tile_rows)
@@ -228,10 +237,15 @@ class Workspace:
         Collective.
         """
         self.ensure_usable()
-        self._error = None
         if not self.world.fused:
+            self.world.barrier()
+            self._error = None
             return
         self.world.synchronize()
+        if self._error is None and self._abort_error() is not None:
+            # Its peers have heard of it and reset; raising here would leave them waiting.
+            _LOG.warning("reset() forgets a call that was given up: %s", self._error)
+        self._error = None
         self.world.barrier()
         e0 = self._first_epoch
         self._control.zero_()
@@ -271,7 +285,13 @@ class Workspace:
         """
         if self._destroyed:
             return
+        self._leaving = True
         if not self.world.fused:
+            if self.world.size > 1 and self._error is None:
+                self._error = self._compare_on_host(LEAVE_HASH, 0)
+                self._destroyed = True
+                if self._error is not None:
+                    raise self._error
             self._destroyed = True
             return
         told = self._error is not None
@@ -333,7 +353,7 @@ class Workspace:
     def _tell_of_exception(self) -> None:
         """Peers that wait for this rank, now or later, hear that it is gone."""
         try:
-            if not self.world.fused or self._abort_error() is None:
+            if self._abort_error() is None:
                 self.fault(EXCEPTION, self.last_op)
         except Exception as error:
             # The exception that is on its way matters more: perhaps the device is lost.
@@ -404,13 +424,17 @@ class Workspace:
             reason: key of `peer_errors.FAULT_REASONS`.
             op: the call as error messages show it.
         """
-        if self._destroyed or not self.world.fused or self.world.size == 1:
+        if self._destroyed or self.world.size == 1:
             return
         if self.world.rank != self.rank:
             return  # its words belong to another rank; nobody waits for this rank's call on it
         if self.world.is_capturing():
             return
         self.last_op = op
+        if not self.world.fused:
+            if self._error is None:
+                self._error = self._compare_on_host(0, reason)
+            return
         args = (self.context(), int(layout.FAULT.value), reason)
         key = ("fault", self.context_key)
         self.world.launch(fault_kernel, 1, args, key, num_warps=8, num_stages=1)
@@ -423,11 +447,20 @@ class Workspace:
         Synchronizes: the host, except while a graph is captured.
         """
         self.begin(op, call_hash)
-        if self.world.size == 1 or not self.world.fused:
+        if self.world.size == 1:
+            return
+        if not self.world.fused:
+            self._error = self._compare_on_host(call_hash, 0)
+            self.check()
             return
         self._launch_agree(call_hash)
         if not self.world.is_capturing():
             self.synchronize()
+
+    def _compare_on_host(self, call_hash: int, reason: int) -> PeerError | None:
+        """What the calls that all ranks now make mean, where no kernel runs that could compare."""
+        calls = self.world.all_gather_object((call_hash, reason))
+        return host_error(calls, self._reader())
 
     def _launch_agree(self, call_hash: int) -> None:
         args = (self.context(), call_hash)
@@ -437,13 +470,17 @@ class Workspace:
     # ------------------------------------------------------------------ errors
 
     def _peer_error(self, word: int) -> PeerError:
-        reader = Reader(
+        return peer_error(word, self._signal.local.cpu(), self._reader())
+
+    def _reader(self) -> Reader:
+        fused = self.world.fused
+        return Reader(
             rank=self.world.rank,
             size=self.world.size,
             op=self.last_op,
             call_hash=self._last_hash,
-            epoch=int(self._control[int(layout.EPOCH.value)].cpu()),
+            epoch=int(self._control[int(layout.EPOCH.value)].cpu()) if fused else 0,
             timeout_s=self.timeout_s,
             leave_timeout_s=self._leave_timeout_s,
+            leaving=self._leaving,
         )
-        return peer_error(word, self._signal.local.cpu(), reader)

@@ -219,3 +219,41 @@ def test_prepare_makes_the_call_that_it_prepares(on_cpu: OnCpu) -> None:
         return prepared
 
     assert on_cpu(2, host) == [1, 1]
+
+
+def test_both_launches_of_a_serial_call_are_loaded_before_the_first_runs(
+    on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a GPU that several ranks share, loading the second would wait for the first, which may wait
+    # for a peer that has to load it too.
+    steps: dict[int, list[tuple[str, Any]]] = {0: [], 1: []}
+
+    def host(rank: int, world: World) -> None:
+        workspace = TpSpWorkspace(world, 64, 64)
+        launch = world.launch
+
+        def load(kernel: Any, args: Any, key: Any, **rest: Any) -> None:
+            steps[world.rank].append(("load", key))
+
+        def note(kernel: Any, num_wgs: int, args: Any, key: Any, **rest: Any) -> None:
+            steps[world.rank].append(("launch", key))
+            launch(kernel, num_wgs, args, key, **rest)
+
+        if rank == 0:
+            monkeypatch.setattr(world, "load", load)
+            monkeypatch.setattr(world, "launch", note)
+        world.barrier()
+        ag_gemm(
+            torch.ones(32, 64).bfloat16(), torch.ones(8, 64).bfloat16(), workspace, policy="serial"
+        )
+        world.barrier()
+        if rank == 0:
+            monkeypatch.undo()
+        workspace.destroy()
+
+    on_cpu(2, host)
+    for made in steps.values():
+        (one, first), (two, second), *launched = made
+        assert (one, two) == ("load", "load")
+        assert first != second
+        assert launched == [("launch", first), ("launch", second)]

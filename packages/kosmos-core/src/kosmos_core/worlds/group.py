@@ -66,10 +66,26 @@ class GroupWorld(World):
         self._num_wgs = num_sms(self._device) - reserve_sms
 
     def _default_reserve(self) -> int:
-        others = len(dist.distributed_c10d._world.pg_map) - 1
-        if self._group is not dist.group.WORLD:
-            others -= 1
-        return int(os.environ.get("NCCL_MAX_CTAS", NCCL_MAX_CTAS)) if others > 0 else 0
+        """SMs that NCCL may hold meanwhile, where other groups of several GPUs exist.
+
+        The default group does not count beside another one: it starts and ends a program.
+        """
+        others = [
+            group
+            for group in dist.distributed_c10d._world.pg_map
+            if group not in (self._group, dist.group.WORLD)
+            and dist.get_world_size(group) > 1
+            and "nccl" in dist.get_backend(group)
+        ]
+        if not others:
+            return 0
+        given = os.environ.get("NCCL_MAX_CTAS", str(NCCL_MAX_CTAS))
+        if not given.isdecimal():
+            raise WorldError(
+                f"NCCL_MAX_CTAS: got {given!r} in the environment, wanted a number; correct it or "
+                "pass reserve_sms"
+            )
+        return int(given)
 
     @property
     def rank(self) -> int:
