@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 
@@ -90,6 +91,22 @@ def test_host_time_is_per_call() -> None:
     us = host_microseconds(lambda: calls.append(0), reference_world(), calls=50, repeats=2)
     assert len(calls) == 2 * (20 + 50)
     assert 0 < us < 1000
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_not_collected_meanwhile_and_is_again_afterwards(collects: bool) -> None:
+    seen = []
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        host_microseconds(
+            lambda: seen.append(gc.isenabled()), reference_world(), calls=5, repeats=2
+        )
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    # The warm-up is not timed.
+    assert seen == 2 * ([collects] * 20 + [False] * 5)
 
 
 def test_the_environment_names_machine_and_versions() -> None:

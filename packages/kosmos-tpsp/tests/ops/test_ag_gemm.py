@@ -247,13 +247,12 @@ def test_both_launches_of_a_serial_call_are_loaded_before_the_first_runs(
             torch.ones(32, 64).bfloat16(), torch.ones(8, 64).bfloat16(), workspace, policy="serial"
         )
         world.barrier()
-        if rank == 0:
-            monkeypatch.undo()
         workspace.destroy()
 
     on_cpu(2, host)
     for made in steps.values():
-        (one, first), (two, second), *launched = made
+        # What follows is the leaving of the workspace.
+        (one, first), (two, second), *launched = made[:4]
         assert (one, two) == ("load", "load")
         assert first != second
         assert launched == [("launch", first), ("launch", second)]

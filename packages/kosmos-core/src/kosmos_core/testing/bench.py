@@ -6,13 +6,15 @@ passes one of its own.
 
 from __future__ import annotations
 
+import gc
 import math
 import platform
 import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -165,7 +167,9 @@ def host_microseconds(
 ) -> float:
     """Host microseconds of a warm call: the median of `repeats` means over `calls` calls.
 
-    Nothing is waited for between the calls, so they must fit into the device's launch queue.
+    Nothing is waited for between the calls, so they must fit into the device's launch queue. As
+    with `timeit`, garbage is not collected meanwhile: what a long program has left behind is no
+    part of the call.
     """
     means = []
     for _ in range(repeats):
@@ -173,12 +177,25 @@ def host_microseconds(
             fn()
         world.synchronize()
         world.barrier()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        means.append((time.perf_counter() - begin) / calls * 1e6)
+        with _no_garbage_collection():
+            begin = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            means.append((time.perf_counter() - begin) / calls * 1e6)
     world.synchronize()
     return statistics.median(means)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def environment(world: World) -> dict[str, Any]:
