@@ -125,7 +125,7 @@ def plan_ag_gemm(
         splits, split_tiles = (split_k, ids) if split_k > 1 and ids else (1, 0)
         both = (given("split_k"), Reason("split_tiles", "all tiles", "follows a given split_k"))
     reasons.extend(both)
-    claim_run, reason = choose_claim_run(machine, ids, grid)
+    claim_run, reason = choose_claim_run(machine, ids - split_tiles, grid)
     reasons.append(reason)
     bucketing, reason = choose_xcd_bucketing(problem, machine)
     reasons.append(reason)
