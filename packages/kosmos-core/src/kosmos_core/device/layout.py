@@ -24,7 +24,7 @@ MAX_RANKS = tl.constexpr(8)
 SIGNAL = tl.constexpr(0)
 ARRIVAL = tl.constexpr(1)
 SHARD = tl.constexpr(2)  # and 3: AG pull, the owner's chunk, by parity of the epoch
-GATHER = tl.constexpr(4)  # AG push, written by peers
+GATHER = tl.constexpr(4)  # push, written by peers: gathered rows (AG), partial sums (RS)
 NUM_REGIONS = tl.constexpr(8)
 
 # Control header (int32 words).
@@ -44,7 +44,8 @@ UNIT_QUEUE = tl.constexpr(128)
 TILE_QUEUE = tl.constexpr(160)
 KEEP_QUEUE = tl.constexpr(192)
 SPLIT_QUEUE = tl.constexpr(224)
-COUNTERS = tl.constexpr(256)  # arrival words of (source, tile row), then split-K tickets
+JOIN_QUEUE = tl.constexpr(256)
+COUNTERS = tl.constexpr(288)  # arrival words of (source, tile row), then split-K tickets
 SET_GRANULE = tl.constexpr(1024)  # a set is a multiple of this, to be zeroed by whole blocks
 
 # Signal words (int64).

@@ -26,3 +26,9 @@ def is_builder_last(call, num_movers, POLICY: tl.constexpr):
         return call.ticket >= num_movers
     else:
         return call.ticket >= 0
+
+
+@triton.jit
+def is_mover_last(call, num_movers):
+    """RS: the last `num_movers` to arrive reduce; they wait for builders, who must come first."""
+    return call.ticket >= tl.num_programs(0) - num_movers

@@ -14,6 +14,9 @@ import triton.language as tl
 from kosmos_core.device.peers import peer_at
 from kosmos_core.device.queue import queue_claim
 
+BAND_MAJOR = tl.constexpr(0)
+ROW_MAJOR = tl.constexpr(1)
+
 LOCAL_FIRST = tl.constexpr(0)
 CHUNK_MAJOR = tl.constexpr(1)
 NAIVE = tl.constexpr(2)
@@ -37,7 +40,7 @@ class Tile(NamedTuple):
     """One output tile.
 
     Attributes:
-        src_rank: whose chunk it lies in.
+        src_rank: whose chunk it lies in: who sends its rows, or who owns what comes of them.
         row_block: BLOCK_M rows within the chunk.
         column: BLOCK_N columns.
         tile_row: which arrival of that chunk its rows belong to.
@@ -120,6 +123,51 @@ def gathered_tile(
             tile_row = row // PEERS
         row_block = tile_row * PER_ROW + place % PER_ROW
     return Tile(src_rank, row_block, column, row_block // PER_ROW)
+
+
+@triton.jit
+def num_scattered_tiles(
+    grid, WORLD: tl.constexpr, TILE_ROW_ROWS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Indices in the tile queue of a GEMM whose output is scattered, empty row blocks included."""
+    return grid.tile_rows * (TILE_ROW_ROWS // BLOCK_M) * WORLD * grid.columns
+
+
+@triton.jit
+def scattered_tile(
+    index,
+    grid,
+    rank,
+    ORDER: tl.constexpr,
+    WORLD: tl.constexpr,
+    TILE_ROW_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BAND_ROWS: tl.constexpr,
+):
+    """Tile `index` of the queue of a GEMM whose rows are reduced at the ranks that own them.
+
+    `src_rank` of the tile is the rank that owns its rows. band_major: BAND_ROWS tile rows of every
+    owner before the next ones, the following rank's first and the own last, each band swept column
+    by column. row_major: owner after owner in rank order, row block by row block.
+    """
+    PER_ROW: tl.constexpr = TILE_ROW_ROWS // BLOCK_M
+    if ORDER == ROW_MAJOR:
+        place = index // grid.columns
+        column = index % grid.columns
+        blocks = grid.tile_rows * PER_ROW
+        owner = place // blocks
+        row_block = place % blocks
+    else:
+        band = BAND_ROWS * PER_ROW * WORLD * grid.columns
+        first = index // band * BAND_ROWS
+        rows = tl.minimum(grid.tile_rows - first, BAND_ROWS) * PER_ROW
+        within = index % band
+        step = within // (rows * grid.columns)
+        place = within % (rows * grid.columns)
+        owner = peer_at(rank, 1 + step, WORLD)
+        column = place // rows
+        row_block = first * PER_ROW + place % rows
+    return Tile(owner, row_block, column, row_block // PER_ROW)
 
 
 @triton.jit

@@ -15,9 +15,10 @@ WAIT = tl.constexpr(3)
 BUILD = tl.constexpr(4)
 KEEP = tl.constexpr(5)
 CALL = tl.constexpr(6)
+REDUCE = tl.constexpr(7)
 
 EVENT_WORDS = tl.constexpr(4)
-KIND_NAMES = {1: "copy_in", 2: "move", 3: "wait", 4: "build", 5: "keep", 6: "call"}
+KIND_NAMES = {1: "copy_in", 2: "move", 3: "wait", 4: "build", 5: "keep", 6: "call", 7: "reduce"}
 
 
 @triton.jit

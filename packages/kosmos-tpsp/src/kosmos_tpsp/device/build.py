@@ -99,10 +99,8 @@ def await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG):
 
 
 @triton.jit
-def multiply(
-    own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr
-):
-    """The fp32 tile over part of the contraction.
+def tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr):
+    """The fp32 tile over part of the contraction, of rows of chunk `chunk` of A.
 
     Once the call is aborted nothing is read and the tile is NaN.
     """
@@ -110,12 +108,6 @@ def multiply(
     if standing.ok == 0:
         k_end = k_begin
         begin_with = float("nan")
-    # One K loop serves both sources: two in a branch would each claim their own shared memory.
-    a_view = gathered
-    chunk = tile.src_rank
-    if tile.src_rank == call.rank:
-        a_view = own
-        chunk = tile.src_rank * 0
     return gemm_tile(
         a_view, weights, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N,
         k_begin, k_end, begin_with, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K,
@@ -124,10 +116,51 @@ def multiply(
 
 
 @triton.jit
-def store_output(out, tile, acc, CONFIG, TARGET: tl.constexpr):
-    """Rounds a complete tile once and stores it."""
+def multiply(
+    own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr
+):
+    """The fp32 tile over part of the contraction, of own or of gathered rows."""
+    # One K loop serves both sources: two in a branch would each claim their own shared memory.
+    a_view = gathered
+    chunk = tile.src_rank
+    if tile.src_rank == call.rank:
+        a_view = own
+        chunk = tile.src_rank * 0
+    return tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TARGET)
+
+
+@triton.jit
+def view_weights(w_ptr, n, k, CONFIG, TARGET: tl.constexpr):
+    """The weights, [n, k] (TN) or [k, n] (NN)."""
+    if CONFIG.LAYOUT == NN:
+        return matrix_view(w_ptr, 1, k, n, CONFIG.BLOCK_K, CONFIG.BLOCK_N, TARGET)
+    else:
+        return matrix_view(w_ptr, 1, n, k, CONFIG.BLOCK_N, CONFIG.BLOCK_K, TARGET)
+
+
+@triton.jit
+def view_partials(partial_ptr, split_tiles, CONFIG, TARGET: tl.constexpr):
+    """The fp32 partial tiles of split tiles, SPLIT_K of each below one another."""
+    rows = split_tiles * (CONFIG.SPLIT_K * CONFIG.BLOCK_M)
+    return matrix_view(
+        partial_ptr, 1, rows, rows * 0 + CONFIG.BLOCK_N, CONFIG.BLOCK_M, CONFIG.BLOCK_N, TARGET
+    )
+
+
+@triton.jit
+def split_span(k, CONFIG):
+    """Elements of the contraction in a part of a split tile.
+
+    A part covers whole BLOCK_K steps, so that only the last one meets the ragged end.
+    """
+    return tl.cdiv(tl.cdiv(k, CONFIG.BLOCK_K), CONFIG.SPLIT_K) * CONFIG.BLOCK_K
+
+
+@triton.jit
+def store_output(out, chunk, tile, acc, CONFIG, TARGET: tl.constexpr):
+    """Rounds a complete tile once and stores it in a chunk of the output."""
     store_accumulator(
-        out, tile.src_rank, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, acc,
+        out, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, acc,
         CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET,
     )  # fmt: skip
 
@@ -145,10 +178,7 @@ def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
     gathered = matrix_view(
         ops.gathered_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T
     )
-    if CONFIG.LAYOUT == NN:
-        weights = matrix_view(ops.w_ptr, 1, k, n, CONFIG.BLOCK_K, CONFIG.BLOCK_N, T)
-    else:
-        weights = matrix_view(ops.w_ptr, 1, n, k, CONFIG.BLOCK_N, CONFIG.BLOCK_K, T)
+    weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
     out = matrix_view(
         ops.out_ptr, ctx.WORLD, grid.chunk_rows, n, CONFIG.BLOCK_M,
         CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, T,
@@ -164,7 +194,7 @@ def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
         heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
     )
     while index < whole:
-        # Nothing in this loop stands in a branch, so that a tile's store overlaps the next tile.
+        # Multiplying and storing stand in no branch, so that a store overlaps the next tile.
         for place in tl.range(index, past, step):
             tile = locate(place, grid, call.rank, ctx.WORLD, CONFIG)
             standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
@@ -172,18 +202,14 @@ def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
             # An empty row block has nothing to read, and its store ends outside the chunk.
             k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows, k, 0)
             acc = multiply(own, gathered, weights, call, standing, tile, 0, k_end, CONFIG, T)
-            store_output(out, tile, acc, CONFIG, T)
+            store_output(out, tile.src_rank, tile, acc, CONFIG, T)
             trace_end(ctx, BUILD, place, begin)
         index, past, step, bucket = claim_tiles(
             heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
         )
     if CONFIG.SPLIT_K > 1:
-        # A part covers whole BLOCK_K steps, so that only the last one meets the ragged end.
-        span = tl.cdiv(tl.cdiv(k, CONFIG.BLOCK_K), CONFIG.SPLIT_K) * CONFIG.BLOCK_K
-        rows = split_tiles * (CONFIG.SPLIT_K * CONFIG.BLOCK_M)
-        partials = matrix_view(
-            ops.partial_ptr, 1, rows, rows * 0 + CONFIG.BLOCK_N, CONFIG.BLOCK_M, CONFIG.BLOCK_N, T
-        )
+        span = split_span(k, CONFIG)
+        partials = view_partials(ops.partial_ptr, split_tiles, CONFIG, T)
         unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
         while unit < (tiles - whole) * CONFIG.SPLIT_K:
             split_tile = unit // CONFIG.SPLIT_K
@@ -198,7 +224,7 @@ def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
                 )
                 acc, complete = reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG)
                 if complete:
-                    store_output(out, tile, acc, CONFIG, T)
+                    store_output(out, tile.src_rank, tile, acc, CONFIG, T)
                 trace_end(ctx, BUILD, whole + split_tile, begin)
             unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
     return standing

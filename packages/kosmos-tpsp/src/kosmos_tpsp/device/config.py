@@ -1,4 +1,4 @@
-"""Constants and operands of an all-gathered GEMM, as its device functions see them."""
+"""Constants and operands of the fused GEMMs, as their device functions see them."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ PUSH = tl.constexpr(1)
 FUSED = tl.constexpr(0)
 GATHER_ONLY = tl.constexpr(1)
 BUILD_ONLY = tl.constexpr(2)
+REDUCE_ONLY = tl.constexpr(3)
 
 
 class AgGemmConfig(NamedTuple):
@@ -61,6 +62,49 @@ class Operands(NamedTuple):
     out_ptr: tl.tensor
     gathered_ptr: tl.tensor
     keep_ptr: tl.tensor
+    partial_ptr: tl.tensor
+
+
+class GemmRsConfig(NamedTuple):
+    """Constants of one compiled variant of a reduce-scattered GEMM; every field is a constexpr."""
+
+    TRANSPORT: tl.constexpr
+    LAYOUT: tl.constexpr
+    ORDER: tl.constexpr
+    POLICY: tl.constexpr
+    PHASE: tl.constexpr
+    SLICES: tl.constexpr
+    REDUCE_ELEMENTS: tl.constexpr
+    TILE_ROW_ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    STAGES: tl.constexpr
+    BAND_ROWS: tl.constexpr
+    SPLIT_K: tl.constexpr
+    CLAIM_RUN: tl.constexpr
+    XCDS: tl.constexpr
+    XCD_RUN: tl.constexpr
+    STORE_SPLITS: tl.constexpr
+    EVEN_K: tl.constexpr
+    EVEN_N: tl.constexpr
+
+
+class ScatterOperands(NamedTuple):
+    """Matrices of a reduce-scattered GEMM, row-major.
+
+    Attributes:
+        x_ptr: bf16 [m, k], this rank's part of the contraction.
+        w_ptr: bf16 [n, k] (TN) or [k, n] (NN).
+        out_ptr: bf16 [m / world, n], the sum over ranks of this rank's rows.
+        landing_ptr: bf16 [world, m / world, n], what every rank has of this rank's rows.
+        partial_ptr: fp32 partial tiles of split tiles.
+    """
+
+    x_ptr: tl.tensor
+    w_ptr: tl.tensor
+    out_ptr: tl.tensor
+    landing_ptr: tl.tensor
     partial_ptr: tl.tensor
 
 

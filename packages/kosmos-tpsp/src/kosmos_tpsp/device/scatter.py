@@ -1,0 +1,244 @@
+"""A GEMM whose rows are summed at the ranks that own them: builders push, movers add up.
+
+Every rank has a part of the contraction, hence a partial sum of every row. A builder computes a
+tile of it and stores it into the landing region of the rank that owns the rows, in this rank's
+slot; that rank's movers add up the slots once all tiles of a tile row have arrived in each.
+
+=============== =================== ==================== ====== ============= ======================
+word            writer              reader               scope  order         guards
+=============== =================== ==================== ====== ============= ======================
+arrival counter the source's        the owner's movers,  sys    barrier +     the rows of that tile
+                builders, +1 a tile >= tiles of the row         release;      in the source's slot
+                                                                acquire
+joined          builders that find  the same workgroup   gpu    relaxed       nothing: how many move
+                no tile left, +1
+=============== =================== ==================== ====== ============= ======================
+
+A slot is written only under the owner's start word of this call, by when the owner has left the
+call before: one copy of the landing region is enough.
+"""
+
+import triton
+import triton.language as tl
+from kosmos_core.device.barrier import start_hold
+from kosmos_core.device.flags import flag_arrive, flag_wait
+from kosmos_core.device.layout import (
+    ARRIVAL,
+    FLAG_ARRIVAL,
+    GATHER,
+    PHASE_BUILD,
+    PHASE_REDUCE,
+    SPLIT_QUEUE,
+    TILE_QUEUE,
+    UNIT_QUEUE,
+    Standing,
+)
+from kosmos_core.device.mover import fill_nan
+from kosmos_core.device.peers import peer_at, peer_ptr
+from kosmos_core.device.queue import queue_claim
+from kosmos_core.device.reduce import reduce_run
+from kosmos_core.device.target import NVIDIA, fence_async_proxy, matrix_view
+from kosmos_core.device.tiles import claim_tiles, num_scattered_tiles, scattered_tile
+from kosmos_core.device.trace import BUILD, REDUCE, WAIT, trace_begin, trace_end
+
+from kosmos_tpsp.device.build import (
+    reduce_splits,
+    split_span,
+    store_output,
+    tile_sum,
+    view_partials,
+    view_weights,
+)
+
+
+@triton.jit
+def owner_view(ops, ctx, owner, grid, n, CONFIG):
+    """Where this rank's partial sums of an owner's rows go: the owner's slots, by source.
+
+    Alone they are the sums.
+    """
+    base_ptr = ops.out_ptr
+    if ctx.WORLD > 1:
+        base_ptr = peer_ptr(ctx, GATHER, owner, tl.bfloat16)
+    return matrix_view(
+        base_ptr, ctx.WORLD, grid.chunk_rows, n, CONFIG.BLOCK_M,
+        CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, ctx.TARGET,
+    )  # fmt: skip
+
+
+@triton.jit
+def owner_views(ops, ctx, grid, n, CONFIG):
+    """The views of all owners, by rank, where building one at every tile would cost too much.
+
+    Descriptors do; pointers are free.
+    """
+    views = (owner_view(ops, ctx, grid.columns * 0, grid, n, CONFIG),)
+    if ctx.TARGET == NVIDIA:
+        for owner in tl.static_range(1, ctx.WORLD):
+            views = views + (owner_view(ops, ctx, grid.columns * 0 + owner, grid, n, CONFIG),)
+    return views
+
+
+@triton.jit
+def pick_view(views, ops, ctx, owner, grid, n, CONFIG):
+    """The view of one owner."""
+    if ctx.TARGET == NVIDIA:
+        view = views[0]
+        for other in tl.static_range(1, ctx.WORLD):
+            if owner == other:
+                view = views[other]
+        return view
+    else:
+        return owner_view(ops, ctx, owner, grid, n, CONFIG)
+
+
+@triton.jit
+def tiles_of_row(grid, tile_row, CONFIG):
+    """Tiles that a source sends of a tile row; the last one may be ragged."""
+    rows = tl.minimum(grid.chunk_rows - tile_row * CONFIG.TILE_ROW_ROWS, CONFIG.TILE_ROW_ROWS)
+    return tl.cdiv(rows, CONFIG.BLOCK_M) * grid.columns
+
+
+@triton.jit
+def hold_owner(ctx, call, standing, owner):
+    """Holds the start of the rank that a tile goes to, before anything of it is computed.
+
+    Waiting with a sum in registers would cost more of them than there are.
+    """
+    if (owner != call.rank) & (((standing.held >> owner) & 1) == 0):
+        standing = start_hold(ctx, call, standing, owner, PHASE_BUILD)
+        # What the owner read before may be overwritten by descriptor stores.
+        fence_async_proxy(ctx.TARGET)
+    return standing
+
+
+@triton.jit
+def send_tile(views, ops, ctx, call, standing, grid, n, tile, acc, CONFIG):
+    """Stores a complete partial tile at the owner of its rows and counts it there.
+
+    Nothing is sent once the call is aborted: its owner's output is NaN, whatever lands there.
+    """
+    owner = tile.src_rank
+    if standing.ok != 0:
+        view = pick_view(views, ops, ctx, owner, grid, n, CONFIG)
+        store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)
+        if ctx.WORLD > 1:
+            words_ptr = peer_ptr(ctx, ARRIVAL, owner, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+            flag_arrive(words_ptr + call.rank * ctx.MAX_ROWS + tile.tile_row, "sys", ctx.TARGET)
+    elif ctx.WORLD == 1:
+        view = pick_view(views, ops, ctx, owner, grid, n, CONFIG)
+        store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)
+
+
+@triton.jit
+def locate(index, grid, rank, WORLD: tl.constexpr, CONFIG):
+    """Tile `index` of the queue."""
+    return scattered_tile(
+        index, grid, rank, CONFIG.ORDER, WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M,
+        CONFIG.BAND_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def build_and_send(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
+    """A builder: tiles in queue order until none is left, each sent to the owner of its rows."""
+    T: tl.constexpr = ctx.TARGET
+    own = matrix_view(ops.x_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
+    weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
+    views = owner_views(ops, ctx, grid, n, CONFIG)
+    tiles = num_scattered_tiles(grid, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
+    whole = tiles
+    if CONFIG.SPLIT_K > 1:
+        whole = tl.maximum(tiles - split_tiles, 0)
+    heads_ptr = call.set_ptr + TILE_QUEUE
+    bucket = tl.program_id(0) % CONFIG.XCDS
+    index, past, step, bucket = claim_tiles(
+        heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
+    )
+    while index < whole:
+        for place in tl.range(index, past, step):
+            tile = locate(place, grid, call.rank, ctx.WORLD, CONFIG)
+            if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
+                standing = hold_owner(ctx, call, standing, tile.src_rank)
+                begin = trace_begin(ctx)
+                acc = tile_sum(own, weights, tile.src_rank, standing, tile, 0, k, CONFIG, T)
+                send_tile(views, ops, ctx, call, standing, grid, n, tile, acc, CONFIG)
+                trace_end(ctx, BUILD, place, begin)
+        index, past, step, bucket = claim_tiles(
+            heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
+        )
+    if CONFIG.SPLIT_K > 1:
+        span = split_span(k, CONFIG)
+        partials = view_partials(ops.partial_ptr, split_tiles, CONFIG, T)
+        unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
+        while unit < (tiles - whole) * CONFIG.SPLIT_K:
+            split_tile = unit // CONFIG.SPLIT_K
+            part = unit % CONFIG.SPLIT_K
+            tile = locate(whole + split_tile, grid, call.rank, ctx.WORLD, CONFIG)
+            if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
+                standing = hold_owner(ctx, call, standing, tile.src_rank)
+                begin = trace_begin(ctx)
+                k_end = tl.minimum((part + 1) * span, k)
+                acc = tile_sum(
+                    own, weights, tile.src_rank, standing, tile, part * span, k_end, CONFIG, T
+                )
+                acc, complete = reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG)
+                if complete:
+                    send_tile(views, ops, ctx, call, standing, grid, n, tile, acc, CONFIG)
+                trace_end(ctx, BUILD, whole + split_tile, begin)
+            unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
+    return standing
+
+
+@triton.jit
+def await_partials(ctx, call, standing, grid, tile_row, ready, CONFIG):
+    """Waits until every rank's partial sums of a tile row of the own chunk have arrived.
+
+    Returns (standing, ready), where ready is the last tile row waited for: units are claimed in
+    order, and neighbours share a tile row.
+    """
+    if tile_row != ready:
+        begin = trace_begin(ctx)
+        words_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+        wanted = tiles_of_row(grid, tile_row, CONFIG)
+        ok = standing.ok
+        for step in range(ctx.WORLD):
+            source = peer_at(call.rank, step, ctx.WORLD)
+            # After an abort this returns at once, too.
+            arrived = flag_wait(
+                ctx, call, words_ptr + source * ctx.MAX_ROWS + tile_row, wanted, source, tile_row,
+                PHASE_REDUCE, FLAG_ARRIVAL, "sys",
+            )  # fmt: skip
+            ok = tl.minimum(ok, arrived)
+        standing = Standing(standing.held, ok)
+        trace_end(ctx, WAIT, tile_row, begin)
+    return standing, tile_row
+
+
+@triton.jit
+def add_up(ops, ctx, call, standing, grid, n, CONFIG):
+    """A mover: units of the own chunk in queue order until none is left."""
+    ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
+    units = grid.tile_rows * CONFIG.SLICES
+    chunk = grid.chunk_rows.to(tl.int64) * n
+    ready = units * 0 - 1
+    # One claim only stands in the source: triton 3.6 on AMD merges two into an irreducible loop.
+    unit = units * 0
+    while unit < units:
+        unit = queue_claim(call.set_ptr + UNIT_QUEUE)
+        if unit < units:
+            tile_row = unit // CONFIG.SLICES
+            first = tile_row * CONFIG.TILE_ROW_ROWS + unit % CONFIG.SLICES * ROWS
+            elements = tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0) * n
+            standing, ready = await_partials(ctx, call, standing, grid, tile_row, ready, CONFIG)
+            begin = trace_begin(ctx)
+            offset = first.to(tl.int64) * n
+            if standing.ok != 0:
+                reduce_run(
+                    ops.landing_ptr + offset, chunk, ops.out_ptr + offset, elements, ctx.WORLD,
+                    CONFIG.REDUCE_ELEMENTS,
+                )  # fmt: skip
+            else:
+                fill_nan(ops.out_ptr + offset, elements, CONFIG.REDUCE_ELEMENTS)
+            trace_end(ctx, REDUCE, unit, begin)
+    return standing
