@@ -10,13 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv
+from kosmos_heuristics.errors import PlanError
+from kosmos_heuristics.estimate_tp import bulk_ms, gemm_rs_ms, partials_bytes
 from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.plans import AgGemmPlan
-from kosmos_heuristics.problems import AgGemmProblem
-from kosmos_heuristics.tiles import FP32_BYTES, tile_grid
+from kosmos_heuristics.problems import AgGemmProblem, GemmRsProblem, TpProblem
+from kosmos_heuristics.tile_time import TileQueueTime
+from kosmos_heuristics.tp_plans import BulkRsPlan, GemmRsPlan, TpPlan
 
 # Descriptors and vector loads need rows that start on 16 bytes.
 ROW_ALIGN_BYTES = 16
+# Sizes that are the length of some operand's rows.
+ROWS = {"ag_gemm": "kn", "gemm_rs": "kn", "bulk_ag": "kn", "bulk_rs": "mn"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Decline:
         return self.reason
 
 
-def estimate(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> Estimate:
+def estimate(problem: TpProblem, machine: Machine, plan: TpPlan) -> Estimate:
     """Predict the time of a fused call and of the unfused path.
 
     Args:
@@ -65,20 +70,23 @@ def estimate(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> Esti
     Returns:
         Times in milliseconds; all 0 for an empty problem.
     """
-    if problem.m == 0:
+    if problem.OP != plan.OP:
+        raise PlanError("plan", plan.OP, f"a plan of {problem.OP}", "plan this problem")
+    if problem.tokens == 0:
         return Estimate(0.0, 0.0, 0.0, 0.0, 1.0)
     bytes_ms = 0.0
     if problem.num_peers:
-        peak = machine.peak_gbps(plan.transport, problem.num_peers)
+        way = "reduce" if isinstance(plan, BulkRsPlan) else plan.transport
+        peak = machine.peak_gbps(way, problem.num_peers)
         bytes_ms = problem.remote_bytes / (peak * 1e6)
     gemm_ms = _vendor_gemm_ms(problem, machine, plan.cap)
     time_ms = _fused_ms(problem, machine, plan)
-    baseline_ms = gemm_ms + _vendor_gather_ms(problem, machine)
+    baseline_ms = gemm_ms + _vendor_collective_ms(problem, machine)
     return Estimate(time_ms, gemm_ms, bytes_ms, baseline_ms, max(gemm_ms, bytes_ms) / time_ms)
 
 
 def can_fuse(
-    problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan, *, speed: bool = True
+    problem: TpProblem, machine: Machine, plan: TpPlan, *, speed: bool = True
 ) -> Decline | None:
     """Whether a call should take the fused kernel.
 
@@ -92,7 +100,8 @@ def can_fuse(
     Returns:
         None if the call is accepted, else the reason.
     """
-    for what, elements in (("k", problem.k), ("n", problem.n)):
+    for what in ROWS[problem.OP]:
+        elements: int = getattr(problem, what)
         row_bytes = elements * problem.element_bytes
         if row_bytes % ROW_ALIGN_BYTES:
             multiple = ROW_ALIGN_BYTES // problem.element_bytes
@@ -112,19 +121,19 @@ def can_fuse(
     return None
 
 
-def _operands_ms(problem: AgGemmProblem, machine: Machine) -> float:
+def _operands_ms(problem: TpProblem, machine: Machine) -> float:
     """What bounds a GEMM of few rows: the weight is read once whatever m is."""
-    operands = problem.m * problem.k + problem.n * problem.k + problem.m * problem.n
-    return operands * problem.element_bytes / (machine.hbm_gbps * 1e6)
+    return problem.operand_bytes / (machine.hbm_gbps * 1e6)
 
 
-def _vendor_gemm_ms(problem: AgGemmProblem, machine: Machine, cap: int) -> float:
+def _vendor_gemm_ms(problem: TpProblem, machine: Machine, cap: int) -> float:
     share = machine.tflops.at(cap) / machine.tflops.at(machine.num_wgs)
-    compute_ms = problem.flops / (share * machine.baseline.tflops * 1e9)
+    rate = share * machine.baseline.tflops * machine.dtype_ratio(problem.dtype)
+    compute_ms = problem.flops / (rate * 1e9)
     return max(_operands_ms(problem, machine), compute_ms) + machine.baseline.gemm_us * 1e-3
 
 
-def _vendor_gather_ms(problem: AgGemmProblem, machine: Machine) -> float:
+def _vendor_collective_ms(problem: TpProblem, machine: Machine) -> float:
     if problem.num_peers == 0:
         return 0.0
     # On a mesh the collective, too, has one link per peer.
@@ -133,14 +142,23 @@ def _vendor_gather_ms(problem: AgGemmProblem, machine: Machine) -> float:
     return problem.remote_bytes / (rate * 1e6) + machine.baseline.collective_us * 1e-3
 
 
-def _fused_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:
-    fixed_ms = machine.launch_us * 1e-3 + _copies_ms(problem, machine, plan)
-    return fixed_ms + max(_operands_ms(problem, machine), _overlapped_ms(problem, machine, plan))
+def _fused_ms(problem: TpProblem, machine: Machine, plan: TpPlan) -> float:
+    fixed_ms = machine.launch_us * 1e-3
+    if isinstance(problem, AgGemmProblem) and isinstance(plan, AgGemmPlan):
+        fixed_ms += _copies_ms(problem, machine, plan)
+        overlapped = _overlapped_ms(problem, machine, plan)
+    else:
+        fixed_ms += 2 * partials_bytes(problem, plan) / (machine.hbm_gbps * 1e6)
+        if isinstance(problem, GemmRsProblem) and isinstance(plan, GemmRsPlan):
+            overlapped = gemm_rs_ms(problem, machine, plan)
+        else:
+            overlapped = bulk_ms(problem, machine, plan)
+    return fixed_ms + max(_operands_ms(problem, machine), overlapped)
 
 
 def _overlapped_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:
     """From the first unit to the last tile."""
-    queue = _TileQueueTime(problem, machine, plan)
+    queue = TileQueueTime(problem, machine, plan)
     if problem.num_peers == 0:
         return queue.from_start_ms(plan.cap)
     crew = plan.cap if plan.policy == "serial" else plan.num_movers
@@ -161,59 +179,6 @@ def _overlapped_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -
     return gather_ms + max(queue.last_ms(busy), drain_ms)
 
 
-class _TileQueueTime:
-    """Time of a plan's tile queue, by how many WGs build at once (they share the power).
-
-    Args:
-        problem: Sizes of the call, at least one row.
-        machine: The GPU and its node.
-        plan: The call's plan.
-    """
-
-    def __init__(self, problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> None:
-        self._machine = machine
-        self._plan = plan
-        self._efficiency = 1.0
-        for tile in machine.tiles:
-            if (tile.block_m, tile.block_n) == (plan.block_m, plan.block_n):
-                self._efficiency = tile.efficiency
-        self._k = problem.k
-        self._part_k = cdiv(problem.k, plan.split_k)
-        self.tiles = tile_grid(problem, plan.block_m, plan.block_n)
-        self._split = min(plan.split_tiles, self.tiles)
-        self.units = self.tiles + self._split * (plan.split_k - 1)
-
-    def unit_ms(self, k: int, builders: float) -> float:
-        """Milliseconds of a tile over ``k`` of the contraction while ``builders`` WGs are busy."""
-        depth = cdiv(k, self._plan.block_k) * self._plan.block_k
-        flops = 2 * self._plan.block_m * self._plan.block_n * depth
-        per_wg = self._machine.tflops.at(builders) * self._efficiency / builders
-        return flops / (per_wg * 1e9) + self._machine.tile_us * 1e-3
-
-    def last_ms(self, builders: float) -> float:
-        """Milliseconds of a unit at the queue's end: a part if the tail is split."""
-        return self.unit_ms(self._part_k if self._split else self._k, builders)
-
-    def total_ms(self, builders: float) -> float:
-        """Milliseconds of the queue if all builders were busy all along."""
-        whole = (self.tiles - self._split) * self.unit_ms(self._k, builders)
-        parts = self._split * self._plan.split_k * self.unit_ms(self._part_k, builders)
-        return (whole + parts) / builders
-
-    def from_start_ms(self, wgs: int) -> float:
-        """Milliseconds of the queue on ``wgs`` WGs that start together, in whole waves."""
-        waves, rest = divmod(self.tiles - self._split, wgs)
-        parts = self._split * self._plan.split_k
-        total = waves * self.unit_ms(self._k, wgs)
-        if rest:
-            total += self.unit_ms(self._k, wgs if parts else rest)
-            # Who has no tile in the last wave takes parts meanwhile.
-            parts = max(0, parts - (wgs - rest) * self._plan.split_k)
-        waves, rest = divmod(parts, wgs)
-        total += waves * self.unit_ms(self._part_k, wgs)
-        return total + (self.unit_ms(self._part_k, rest) if rest else 0.0)
-
-
 def _copies_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:
     """Local copies and split-K partials, read and written at memory speed."""
     copied = 0
@@ -223,6 +188,4 @@ def _copies_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> fl
         # Pulled rows land in the output itself; only the own chunk is copied into it.
         whole = plan.transport == "push" and problem.num_peers > 0
         copied += problem.world_size * problem.chunk_bytes if whole else problem.chunk_bytes
-    tiles = min(plan.split_tiles, tile_grid(problem, plan.block_m, plan.block_n))
-    partials = tiles * plan.split_k * plan.block_m * plan.block_n * FP32_BYTES
-    return 2 * (copied + partials) / (machine.hbm_gbps * 1e6)
+    return 2 * (copied + partials_bytes(problem, plan)) / (machine.hbm_gbps * 1e6)

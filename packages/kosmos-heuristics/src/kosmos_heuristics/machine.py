@@ -21,6 +21,8 @@ TOPOLOGIES = ("mesh", "switch")
 TRANSPORTS = ("pull", "push")
 # Above any GPU; a larger count is garbage.
 MAX_WGS = 4096
+# What files may leave out.
+_OPTIONAL = frozenset({"mxfp8_ratio", "reduce"})
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Machine:
         max_split_k_bytes: Most bytes of FP32 partials that split-K may use.
         l2_bytes: Last-level cache.
         num_xcds: Dies with a cache of their own among which WGs are dealt; 1 if there is one.
+        mxfp8_ratio: Throughput of a GEMM of MXFP8 operands relative to BF16. 1 where the movers
+            dequantise on arrival because the GPU has no block-scaled MMA.
+        reduce: GB/s into one rank by number of WGs that pull from all peers and sum; None where it
+            was not measured and the pull curve stands for it.
         sources: Field name to where its number came from.
     """
 
@@ -70,6 +76,8 @@ class Machine:
     max_split_k_bytes: int
     l2_bytes: int
     num_xcds: int
+    mxfp8_ratio: float = 1.0
+    reduce: Curve | None = None
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -85,7 +93,8 @@ class Machine:
         for name in ("curve_peers", "l2_bytes", "num_xcds"):
             check_int(MachineError, name, getattr(self, name), 1, FIX)
         check_int(MachineError, "max_split_k_bytes", self.max_split_k_bytes, 0, FIX)
-        check_number(MachineError, "hbm_gbps", self.hbm_gbps, FIX)
+        for name in ("hbm_gbps", "mxfp8_ratio"):
+            check_number(MachineError, name, getattr(self, name), FIX)
         for name in ("tile_us", "flag_latency_us", "launch_us"):
             check_number(MachineError, name, getattr(self, name), FIX, positive=False)
         if not self.tiles:
@@ -112,21 +121,31 @@ class Machine:
         """The ``pull`` or ``push`` transport."""
         return self.push if name == "push" else self.pull
 
-    def gbps(self, transport: str, wgs: float, num_peers: int) -> float:
+    def dtype_ratio(self, dtype: str) -> float:
+        """Throughput of a GEMM of ``dtype`` operands relative to BF16."""
+        return self.mxfp8_ratio if dtype == "mxfp8" else 1.0
+
+    def way_curve(self, way: str) -> Curve:
+        """GB/s by WGs of ``pull``, ``push`` or ``reduce``."""
+        if way == "reduce":
+            return self.pull.gbps if self.reduce is None else self.reduce
+        return self.transport_named(way).gbps
+
+    def gbps(self, way: str, wgs: float, num_peers: int) -> float:
         """GB/s into one rank when ``wgs`` movers serve ``num_peers`` peers.
 
         On a mesh each peer has its own link: the measured curve is taken per link and scaled. On a
         switch all links serve whatever peers there are.
         """
-        curve = self.transport_named(transport).gbps
+        curve = self.way_curve(way)
         if self.topology == "switch" or num_peers < 1:
             return curve.at(wgs)
         share = num_peers / self.curve_peers
         return share * curve.at(wgs / share)
 
-    def peak_gbps(self, transport: str, num_peers: int) -> float:
+    def peak_gbps(self, way: str, num_peers: int) -> float:
         """Largest GB/s into one rank over any number of movers."""
-        peak = self.transport_named(transport).gbps.peak
+        peak = self.way_curve(way).peak
         return peak if self.topology == "switch" else peak * max(1, num_peers) / self.curve_peers
 
     def to_dict(self) -> dict[str, object]:
@@ -139,6 +158,10 @@ class Machine:
             way = self.transport_named(name)
             data[name] = {"copy_bytes": way.copy_bytes, "gbps": way.gbps.to_mapping()}
         data["tflops"] = self.tflops.to_mapping()
+        if self.reduce is None:
+            del data["reduce"]
+        else:
+            data["reduce"] = self.reduce.to_mapping()
         data["baseline"] = dict(vars(self.baseline))
         data["sources"] = dict(self.sources)
         return data
@@ -150,7 +173,8 @@ class Machine:
         Raises:
             MachineError: A field is missing, unknown, of the wrong kind or out of range.
         """
-        top = _record("machine", data, {item.name for item in fields(cls)} | {"schema"})
+        names = {item.name for item in fields(cls)} | {"schema"}
+        top = _record("machine", data, names - _OPTIONAL, _OPTIONAL)
         schema = top.pop("schema")
         if schema != SCHEMA:
             raise MachineError("schema", schema, str(SCHEMA), "use a file of this version")
@@ -163,7 +187,9 @@ class Machine:
             way = _record(name, top[name], {"gbps", "copy_bytes"})
             curve = Curve.from_mapping(f"{name}.gbps", way["gbps"])
             top[name] = Transport(curve, way["copy_bytes"])
-        top["tflops"] = Curve.from_mapping("tflops", top["tflops"])
+        for name in ("tflops", "reduce"):
+            if name in top:
+                top[name] = Curve.from_mapping(name, top[name])
         baseline_fields = {item.name for item in fields(Baseline)}
         top["baseline"] = Baseline(**_record("baseline", top["baseline"], baseline_fields))
         sources = top["sources"]
@@ -175,14 +201,16 @@ class Machine:
         return cls(**top)
 
 
-def _record(name: str, data: object, wanted: set[str]) -> dict[str, Any]:
-    """``data`` as a dict that has exactly the keys ``wanted``."""
+def _record(
+    name: str, data: object, wanted: set[str], optional: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """``data`` as a dict that has all keys ``wanted``, maybe some ``optional``, and no others."""
     if not isinstance(data, Mapping):
         raise MachineError(name, data, "an object", FIX)
     missing = sorted(wanted - set(data))
     if missing:
         raise MachineError(f"{name}.{missing[0]}", None, "a value", f"add it: {FIX}")
-    unknown = sorted(str(key) for key in set(data) - wanted)
+    unknown = sorted(str(key) for key in set(data) - wanted - optional)
     if unknown:
         raise MachineError(f"{name}.{unknown[0]}", data[unknown[0]], "no such field", FIX)
     return dict(data)

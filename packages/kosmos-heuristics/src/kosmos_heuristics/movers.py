@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.machine import Machine
-from kosmos_heuristics.problems import AgGemmProblem
+from kosmos_heuristics.problems import AgGemmProblem, TpProblem
 
 # Paper, Table A.3 and Figures A.2, A.3: the best single fixed split is 8 WGs per peer.
 FIXED_MOVERS_PER_PEER = 8
 
-# Paper, Table B.3 rows 1 and 2 (BF16): fewer movers where the GEMM is wide enough to hide them.
+# Paper, Table B.3 rows 1 and 2: fewer movers where a BF16 GEMM is wide enough to hide them.
 B3_WIDE_N = {"tn": 3584, "nn": 4608}
 B3_ROW = {"tn": 1, "nn": 2}
 B3_MOVERS_WIDE = 6
@@ -36,6 +36,8 @@ CREW_QUANTUM = 4
 # The smallest crew is taken whose predicted time is this close to the best.
 CLOSE = 1.005
 
+EXTRAPOLATED_MXFP8 = "MXFP8 not measured: the BF16 constants with its bytes (extrapolated)"
+
 
 @dataclass(frozen=True)
 class MoverChoice:
@@ -56,11 +58,15 @@ def ag_gemm_movers(problem: AgGemmProblem, machine: Machine, transport: str) -> 
         return MoverChoice(
             EXECUTOR_MOVERS_PER_PEER, "executor: 2 per peer", "tiny sizes for the CPU"
         )
-    return _from_curves(problem, machine, transport)
+    measured = "" if problem.dtype == "bf16" else EXTRAPOLATED_MXFP8
+    return balanced_crew(problem, machine, transport, measured=measured)
 
 
 def _paper(problem: AgGemmProblem) -> MoverChoice:
     threshold = B3_WIDE_N[problem.layout]
+    if problem.dtype == "mxfp8":
+        rule = f"B.3 row {B3_ROW[problem.layout]}: MXFP8"
+        return MoverChoice(B3_MOVERS_NARROW, rule, "paper Table B.3, per peer at any TP (A11)")
     wide = problem.n >= threshold
     return MoverChoice(
         B3_MOVERS_WIDE if wide else B3_MOVERS_NARROW,
@@ -69,43 +75,63 @@ def _paper(problem: AgGemmProblem) -> MoverChoice:
     )
 
 
-def gather_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
-    """Milliseconds in which a crew gathers everything while others build; 0 without peers."""
+def gather_ms(problem: TpProblem, machine: Machine, way: str, crew: int) -> float:
+    """Milliseconds in which a crew moves everything while others build; 0 without peers."""
     if problem.num_peers == 0:
         return 0.0
     missing = max(0.0, 1.0 - crew / SATURATING_CREW)
     share = 1.0 - math.pow(missing, SHARE_EXPONENT)
-    return problem.remote_bytes / (share * machine.peak_gbps(transport, problem.num_peers) * 1e6)
+    return problem.remote_bytes / (share * machine.peak_gbps(way, problem.num_peers) * 1e6)
 
 
-def gemm_ms(problem: AgGemmProblem, machine: Machine) -> float:
+def gemm_ms(problem: TpProblem, machine: Machine) -> float:
     """Milliseconds of the GEMM alone on the whole device."""
-    return problem.flops / (machine.tflops.at(machine.num_wgs) * 1e9)
+    rate = machine.tflops.at(machine.num_wgs) * machine.dtype_ratio(problem.dtype)
+    return problem.flops / (rate * 1e9)
 
 
-def _fused_ms(problem: AgGemmProblem, machine: Machine, transport: str, crew: int) -> float:
+def _fused_ms(
+    problem: TpProblem, machine: Machine, way: str, crew: int, tiles_after: float
+) -> float:
     """Milliseconds of a call with a crew, as far as the crew decides them.
 
-    The longer of transport, which ``TILES_AFTER_ARRIVAL`` tiles follow, and of building, which the
-    crew delays: up to ``SATURATING_CREW`` equally much with any crew.
+    The longer of transport, which ``tiles_after`` tiles follow, and of building, which the crew
+    delays: up to ``SATURATING_CREW`` equally much with any crew.
     """
-    gather = gather_ms(problem, machine, transport, crew)
+    gather = gather_ms(problem, machine, way, crew)
     gemm = gemm_ms(problem, machine)
     tiles = max(1.0, problem.m / machine.tile.block_m * problem.n / machine.tile.block_n)
     tile_ms = gemm * machine.num_wgs / tiles
     most = max(crew, SATURATING_CREW)
-    delay = gather_ms(problem, machine, transport, most) * MOVER_WEIGHT * most / machine.num_wgs
-    return max(gather + TILES_AFTER_ARRIVAL * tile_ms, gemm + delay)
+    delay = gather_ms(problem, machine, way, most) * MOVER_WEIGHT * most / machine.num_wgs
+    return max(gather + tiles_after * tile_ms, gemm + delay)
 
 
-def _from_curves(problem: AgGemmProblem, machine: Machine, transport: str) -> MoverChoice:
+def balanced_crew(
+    problem: TpProblem,
+    machine: Machine,
+    way: str,
+    tiles_after: float = TILES_AFTER_ARRIVAL,
+    measured: str = "",
+) -> MoverChoice:
+    """Movers per peer from curves: the smallest crew whose predicted time is close to the best.
+
+    Args:
+        problem: Sizes of the call.
+        machine: The GPU and its node.
+        way: Curve of the transport, ``pull``, ``push`` or ``reduce``.
+        tiles_after: Tiles that are still built after the last arrival; 0 where none waits for it.
+        measured: What to say of the rule's source, if it was not fitted to this operation.
+    """
     crews = range(MIN_CREW, max(MIN_CREW, machine.num_wgs // 2) + 1, CREW_QUANTUM)
-    times = {crew: _fused_ms(problem, machine, transport, crew) for crew in crews}
+    times = {crew: _fused_ms(problem, machine, way, crew, tiles_after) for crew in crews}
     crew = next(crew for crew in crews if times[crew] <= CLOSE * min(times.values()))
-    gather, gemm = gather_ms(problem, machine, transport, crew), gemm_ms(problem, machine)
+    gather, gemm = gather_ms(problem, machine, way, crew), gemm_ms(problem, machine)
     decides = "bytes decide" if gather >= gemm else "GEMM decides"
+    verb = "reduce" if way == "reduce" else "gather"
     rule = (
-        f"curve: {decides} (gather {gather:.3f} ms, GEMM {gemm:.3f} ms), "
+        f"curve: {decides} ({verb} {gather:.3f} ms, GEMM {gemm:.3f} ms), "
         f"{crew} WGs over {problem.num_peers} peers"
     )
-    return MoverChoice(cdiv(crew, problem.num_peers), rule, machine.source(transport))
+    source = machine.source(way) + (f"; {measured}" if measured else "")
+    return MoverChoice(cdiv(crew, problem.num_peers), rule, source)

@@ -7,7 +7,7 @@ from kosmos_heuristics.explain import Reason
 from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.movers import SATURATING_CREW, gather_ms, gemm_ms
 from kosmos_heuristics.parts import TileShape
-from kosmos_heuristics.problems import AgGemmProblem
+from kosmos_heuristics.problems import AgGemmProblem, TpProblem, wire_bytes
 
 # The paper's tile; its rules count these tiles, whatever tile the kernel is compiled for.
 PAPER_TILE = 256
@@ -48,9 +48,13 @@ SWEEP_AHEAD = 4.0
 RULES_SOURCE = "docs/decisions/0003-h200-rules.md"
 
 
-def tile_grid(problem: AgGemmProblem, block_m: int, block_n: int) -> int:
-    """Output tiles: each rank's chunk is tiled by itself, its last row block may be ragged."""
-    return problem.world_size * cdiv(problem.chunk_rows, block_m) * cdiv(problem.n, block_n)
+def tile_grid(problem: TpProblem, block_m: int, block_n: int) -> int:
+    """Output tiles, ragged ones included.
+
+    Each rank's chunk is tiled by itself, except in bulk operations: their GEMM has no chunks.
+    """
+    chunks = problem.world_size if problem.CHUNKED else 1
+    return chunks * cdiv(problem.m // chunks, block_m) * cdiv(problem.n, block_n)
 
 
 def tile_ids(problem: AgGemmProblem, tile: TileShape, tile_row_rows: int, order: str) -> int:
@@ -64,13 +68,13 @@ def tile_ids(problem: AgGemmProblem, tile: TileShape, tile_row_rows: int, order:
     return (own + problem.num_peers * padded) * cdiv(problem.n, tile.block_n)
 
 
-def paper_tiles(problem: AgGemmProblem) -> tuple[int, int]:
+def paper_tiles(problem: TpProblem) -> tuple[int, int]:
     """``(tiles, tile rows)`` as Table B.3 counts them: 256 x 256, over all ranks."""
     rows = cdiv(problem.m, PAPER_TILE)
     return rows * cdiv(problem.n, PAPER_TILE), rows
 
 
-def choose_tile(problem: AgGemmProblem, machine: Machine, cap: int) -> tuple[TileShape, Reason]:
+def choose_tile(problem: TpProblem, machine: Machine, cap: int) -> tuple[TileShape, Reason]:
     """The tile shape that fills the grid best, the default one unless the shape has few tiles."""
     default = machine.tile
     waves = tile_grid(problem, default.block_m, default.block_n) / cap
@@ -119,6 +123,31 @@ def choose_split_k(
     else:
         factors, split_tiles, why = (), 0, "no split on the executor"
         source = machine.source("rule_set")
+    return fit_split(problem, machine, tile, ids, factors, split_tiles, why, source)
+
+
+def fit_split(
+    problem: TpProblem,
+    machine: Machine,
+    tile: TileShape,
+    ids: int,
+    factors: tuple[int, ...],
+    split_tiles: int,
+    why: str,
+    source: str,
+) -> tuple[int, int, tuple[Reason, Reason]]:
+    """The first factor whose partials fit and whose parts hold a step of the contraction.
+
+    Args:
+        problem: Sizes of the call.
+        machine: The GPU and its node.
+        tile: Tile shape of the plan.
+        ids: Ids in the tile queue.
+        factors: Factors to try, in this order.
+        split_tiles: Tiles at the end of the queue to split.
+        why: The rule that wants them split.
+        source: Its source.
+    """
     for factor in factors if split_tiles else ():
         partial_bytes = factor * split_tiles * tile.block_m * tile.block_n * FP32_BYTES
         if partial_bytes <= machine.max_split_k_bytes and problem.k >= factor * tile.block_k:
@@ -133,19 +162,38 @@ def _split_reasons(rule: str, source: str) -> tuple[Reason, Reason]:
     return Reason("split_k", rule, source), Reason("split_tiles", rule, source)
 
 
+def paper_split_k(
+    problem: TpProblem, machine: Machine, row: int, candidates: tuple[int, ...], most: int | None
+) -> tuple[tuple[int, ...], str]:
+    """``(factors that fit, rule)`` of Table B.3, row 11 or 12.
+
+    Args:
+        problem: Sizes of the call.
+        machine: The GPU and its node.
+        row: Row of the table, for the rule's text.
+        candidates: Factors, largest first.
+        most: Most tiles that are split; None for no bound but the workspace.
+    """
+    if problem.dtype == "mxfp8":
+        return (), f"B.3 row {row}: MXFP8 is not split"
+    tiles, _ = paper_tiles(problem)
+    if most is not None and tiles > most:
+        return (), f"B.3 row {row}: {tiles} tiles, more than {most}"
+    bytes_per_part = tiles * PAPER_TILE * PAPER_TILE * FP32_BYTES
+    factors = tuple(f for f in candidates if f * bytes_per_part <= machine.max_split_k_bytes)
+    verdict = f"{'fit' if factors else 'do not fit'} {machine.max_split_k_bytes >> 20} MiB"
+    tried = (factors or candidates[-1:])[0]
+    return factors, f"B.3 row {row}: {tried} partials of {tiles} tiles {verdict}"
+
+
 def _paper_split(
     problem: AgGemmProblem, machine: Machine, ids: int
 ) -> tuple[tuple[int, ...], int, str]:
     """``(factors to try, tiles to split, rule)``: all tiles, where the paper's partials fit."""
     if problem.layout != "nn":
         return (), 0, "B.3 row 11 covers the row dgrad only"
-    tiles, _ = paper_tiles(problem)
-    bytes_per_part = tiles * PAPER_TILE * PAPER_TILE * FP32_BYTES
-    factors = tuple(
-        factor for factor in SPLIT_K_FACTORS if factor * bytes_per_part <= machine.max_split_k_bytes
-    )
-    verdict = f"{'fit' if factors else 'do not fit'} {machine.max_split_k_bytes >> 20} MiB"
-    return factors, ids, f"B.3 row 11: {(factors or (2,))[0]} partials of {tiles} tiles {verdict}"
+    factors, rule = paper_split_k(problem, machine, 11, SPLIT_K_FACTORS, None)
+    return factors, ids, rule
 
 
 def _tail_split(
@@ -215,7 +263,7 @@ def choose_slices(
     """
     row_elements = tile_row_rows * problem.k
     if machine.rule_set == "h200":
-        most = row_elements * problem.element_bytes // UNIT_BYTES
+        most = wire_bytes(row_elements, problem.dtype) // UNIT_BYTES
         why, source = f"units of about {UNIT_BYTES >> 10} KiB", RULES_SOURCE
     else:
         most = min(movers, row_elements // copy_elements)
