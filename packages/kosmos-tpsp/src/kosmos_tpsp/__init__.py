@@ -3,9 +3,19 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, prepare_ag_gemm
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs, prepare_gemm_rs
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
-__all__ = ["AgGemmOptions", "TpSpWorkspace", "__version__", "ag_gemm", "prepare_ag_gemm"]
+__all__ = [
+    "AgGemmOptions",
+    "GemmRsOptions",
+    "TpSpWorkspace",
+    "__version__",
+    "ag_gemm",
+    "gemm_rs",
+    "prepare_ag_gemm",
+    "prepare_gemm_rs",
+]
 
 try:
     __version__ = version("kosmos-tpsp")

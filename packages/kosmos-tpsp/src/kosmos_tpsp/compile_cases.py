@@ -26,15 +26,21 @@ from kosmos_tpsp.device.config import (
     GATHER_ONLY,
     PULL,
     PUSH,
+    REDUCE_ONLY,
     AgGemmConfig,
+    GemmRsConfig,
     Operands,
+    ScatterOperands,
     store_splits,
 )
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
+from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
+from kosmos_tpsp.ops.gemm_rs import MAX_REDUCE_ELEMENTS
 
 # Machine model whose tiles and settings a target compiles with.
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
 CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
+RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
 # Marks a case whose n and k are multiples of 8, not 16: triton specialises them on 16.
 ROWS_OF_8 = {"ROWS_OF": 8}
 
@@ -44,6 +50,7 @@ def compile_cases() -> list[CompileCase]:
     cases: list[CompileCase] = []
     for target, machine in TARGETS.items():
         cases += _ag_gemm_cases(target, machine)
+        cases += _gemm_rs_cases(target, machine)
         cases += _small_cases(target)
     return cases
 
@@ -176,6 +183,78 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
     )
+
+
+def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
+    machine = load_machine(machine_name)
+    for tile in machine.tiles:
+        base: dict[str, Any] = {
+            "TRANSPORT": PUSH,
+            "LAYOUT": 0,
+            "ORDER": 0,
+            "POLICY": ONE_WAY,
+            "PHASE": FUSED,
+            "SLICES": 16,
+            "REDUCE_ELEMENTS": MAX_REDUCE_ELEMENTS,
+            "TILE_ROW_ROWS": machine.tile_row_rows,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "STAGES": tile.num_stages,
+            "BAND_ROWS": 1,
+            "SPLIT_K": 1,
+            "CLAIM_RUN": 1,
+            "XCDS": 1,
+            "XCD_RUN": 4,
+            "STORE_SPLITS": store_splits(tile.block_n),
+            "EVEN_K": 1,
+            "EVEN_N": 1,
+        }
+        variants: list[tuple[dict[str, Any], int, int]] = [
+            *(({"SPLIT_K": split}, world, 0) for split in (1, 2, 4) for world in (1, 2, 8)),
+            ({"POLICY": FIXED}, 8, 0),
+            ({"PHASE": BUILD_ONLY}, 2, 0),
+            ({"PHASE": REDUCE_ONLY}, 2, 0),
+            ({"PHASE": REDUCE_ONLY}, 8, 0),
+            ({"ORDER": 1}, 2, 0),
+            ({"EVEN_K": 0, "EVEN_N": 0}, 2, 0),
+            ({"EVEN_K": 0, "EVEN_N": 0, **ROWS_OF_8}, 2, 0),
+            ({}, 2, 1024),
+        ]
+        if tile is not machine.tile:
+            variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
+        for changes, world, trace in variants:
+            config = {**base, **changes}
+            rows_of = config.pop("ROWS_OF", 16)
+            words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
+            shape = f"{tile.block_m}x{tile.block_n} world={world} trace={trace}"
+            builds = config["PHASE"] is not REDUCE_ONLY
+            sends = builds and world > 1
+            yield CompileCase(
+                name=f"gemm_rs {shape} {' '.join(words)}".strip(),
+                kernel=gemm_rs_kernel,
+                signature={
+                    "ops": ScatterOperands("*bf16", "*bf16", "*bf16", "*bf16", "*fp32"),
+                    "ctx": _context(target, world, trace),
+                    **dict.fromkeys(RS_COUNTS, "i32"),
+                    "CONFIG": GemmRsConfig(**_values(config)),
+                },
+                divisible_by_16=(
+                    *(f"ops.{f}" for f in ScatterOperands._fields),
+                    *(f"ctx.{f}" for f in CONTEXT_POINTERS),
+                    *(("n", "k") if rows_of == 16 else ()),
+                ),
+                target=target,
+                options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+                expect=Expectations(
+                    release_sys=1 + sends if world > 1 else 0,
+                    release_gpu=1,
+                    acquire_sys=1 + sends if world > 1 else 0,
+                    mma=1 if builds else 0,
+                    tma_load=1 if builds and target == "sm_90" else 0,
+                    tma_store=1 if builds and target == "sm_90" else 0,
+                ),
+            )
 
 
 def _small_cases(target: str) -> Iterator[CompileCase]:

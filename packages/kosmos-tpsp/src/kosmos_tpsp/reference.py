@@ -24,3 +24,28 @@ def ag_gemm(
     """
     gathered = world.all_gather_tensor(x)
     return gathered @ (w.t() if layout == "tn" else w), gathered
+
+
+def gemm_rs(x: torch.Tensor, w: torch.Tensor, world: World) -> torch.Tensor:
+    """One GEMM, then the sum over ranks of the rows that each rank owns.
+
+    Args:
+        x: [m, k], all rows with this rank's part of the contraction.
+        w: [n, k].
+        world: the ranks.
+
+    Returns:
+        [m / world size, n] in x's dtype. The products are rounded to it, their sum, taken in FP32
+        with rank 0 first, once more.
+
+    Communication: all ranks' products of an owner's rows, an owner at a time.
+    """
+    product = x @ w.t()
+    total = product.new_empty(0)
+    for owner, rows in enumerate(product.chunk(world.size)):
+        parts = world.all_gather_tensor(rows.contiguous()).float().chunk(world.size)
+        if owner == world.rank:
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+    return total.to(x.dtype)

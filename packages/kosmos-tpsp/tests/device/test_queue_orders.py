@@ -16,7 +16,8 @@ from kosmos_core.executor import Executor, PriorityRandom, Random
 from kosmos_heuristics.orders import MoverQueue, TileQueue
 from kosmos_tpsp.device.config import AgGemmConfig
 from kosmos_tpsp.device.gather import unit_place, unit_target
-from kosmos_tpsp.ops.ag_gemm import ORDERS, TRANSPORTS
+from kosmos_tpsp.ops.ag_gemm import ORDERS
+from kosmos_tpsp.ops.prepared import TRANSPORTS
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from kosmos_tpsp.bench.report import console, print_report
 from kosmos_tpsp.bench.results import Report
 from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.bench.session import group_rig, process_group, run
-from kosmos_tpsp.ops.ag_gemm import ORDERS, POLICIES, TRANSPORTS, AgGemmOptions
+from kosmos_tpsp.ops.ag_gemm import ORDERS, AgGemmOptions
+from kosmos_tpsp.ops.prepared import POLICIES, TRANSPORTS
 
 QUICK = Settings(rounds=1, warmup=3, calls=8)
 DEFAULT_SHAPES = "llama3"

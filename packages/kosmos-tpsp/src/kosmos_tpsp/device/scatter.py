@@ -49,6 +49,7 @@ from kosmos_tpsp.device.build import (
     view_partials,
     view_weights,
 )
+from kosmos_tpsp.device.config import REDUCE_ONLY
 
 
 @triton.jit
@@ -191,28 +192,36 @@ def build_and_send(ops, ctx, call, standing, grid, n, k, builders, split_tiles, 
 
 
 @triton.jit
-def await_partials(ctx, call, standing, grid, tile_row, ready, CONFIG):
-    """Waits until every rank's partial sums of a tile row of the own chunk have arrived.
+def await_arrivals(ctx, call, standing, grid, tile_row, CONFIG):
+    """Waits until all tiles of a tile row of the own chunk have arrived from every rank."""
+    words_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+    wanted = tiles_of_row(grid, tile_row, CONFIG)
+    ok = standing.ok
+    for step in range(ctx.WORLD):
+        source = peer_at(call.rank, step, ctx.WORLD)
+        # After an abort this returns at once, too.
+        arrived = flag_wait(
+            ctx, call, words_ptr + source * ctx.MAX_ROWS + tile_row, wanted, source, tile_row,
+            PHASE_REDUCE, FLAG_ARRIVAL, "sys",
+        )  # fmt: skip
+        ok = tl.minimum(ok, arrived)
+    return Standing(standing.held, ok)
 
-    Returns (standing, ready), where ready is the last tile row waited for: units are claimed in
-    order, and neighbours share a tile row.
+
+@triton.jit
+def await_all_partials(ctx, call, standing, grid, CONFIG):
+    """Waits for every tile row, as a launch that adds nothing up must before it ends.
+
+    What arrives after a call would be counted into words that the next one clears.
     """
-    if tile_row != ready:
-        begin = trace_begin(ctx)
-        words_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
-        wanted = tiles_of_row(grid, tile_row, CONFIG)
-        ok = standing.ok
-        for step in range(ctx.WORLD):
-            source = peer_at(call.rank, step, ctx.WORLD)
-            # After an abort this returns at once, too.
-            arrived = flag_wait(
-                ctx, call, words_ptr + source * ctx.MAX_ROWS + tile_row, wanted, source, tile_row,
-                PHASE_REDUCE, FLAG_ARRIVAL, "sys",
-            )  # fmt: skip
-            ok = tl.minimum(ok, arrived)
-        standing = Standing(standing.held, ok)
-        trace_end(ctx, WAIT, tile_row, begin)
-    return standing, tile_row
+    tile_row = grid.tile_rows * 0
+    while tile_row < grid.tile_rows:
+        tile_row = queue_claim(call.set_ptr + UNIT_QUEUE)
+        if tile_row < grid.tile_rows:
+            begin = trace_begin(ctx)
+            standing = await_arrivals(ctx, call, standing, grid, tile_row, CONFIG)
+            trace_end(ctx, WAIT, tile_row, begin)
+    return standing
 
 
 @triton.jit
@@ -230,7 +239,14 @@ def add_up(ops, ctx, call, standing, grid, n, CONFIG):
             tile_row = unit // CONFIG.SLICES
             first = tile_row * CONFIG.TILE_ROW_ROWS + unit % CONFIG.SLICES * ROWS
             elements = tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0) * n
-            standing, ready = await_partials(ctx, call, standing, grid, tile_row, ready, CONFIG)
+            # Units are claimed in order, and neighbours share a tile row. A launch that only adds
+            # up follows one that has waited.
+            if CONFIG.PHASE != REDUCE_ONLY:
+                if tile_row != ready:
+                    begin = trace_begin(ctx)
+                    standing = await_arrivals(ctx, call, standing, grid, tile_row, CONFIG)
+                    trace_end(ctx, WAIT, tile_row, begin)
+                    ready = tile_row
             begin = trace_begin(ctx)
             offset = first.to(tl.int64) * n
             if standing.ok != 0:

@@ -16,7 +16,7 @@ from kosmos_core.device.tiles import Grid
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
 from kosmos_tpsp.device.config import BUILD_ONLY, REDUCE_ONLY
-from kosmos_tpsp.device.scatter import add_up, build_and_send
+from kosmos_tpsp.device.scatter import add_up, await_all_partials, build_and_send
 
 ROW_SHIFT = tl.constexpr(3)  # 8 bf16 elements are 16 bytes
 
@@ -51,8 +51,10 @@ def gemm_rs_kernel(ops, ctx, m, n, k, num_movers, max_movers, split_tiles, call_
             if CONFIG.POLICY != FIXED:
                 # What moves beyond saturation only takes bandwidth from what moves already.
                 moves = queue_claim(call.set_ptr + JOIN_QUEUE) < max_movers - num_movers
-    if CONFIG.PHASE != BUILD_ONLY and ctx.WORLD > 1:
-        if moves:
+    if ctx.WORLD > 1:
+        if CONFIG.PHASE == BUILD_ONLY:
+            standing = await_all_partials(ctx, call, standing, grid, CONFIG)
+        elif moves:
             standing = add_up(ops, ctx, call, standing, grid, n, CONFIG)
     trace_end(ctx, CALL, call.ticket, begin)
     call_leave(ctx, call, standing)

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 from kosmos_core.device import layout as words
-from kosmos_core.device import roles
 from kosmos_core.errors import ArgumentError, WorkspaceError
-from kosmos_core.launch import intern_key
-from kosmos_heuristics import AgGemmPlan, AgGemmProblem, HeuristicsError, can_fuse, plan_ag_gemm
+from kosmos_heuristics import AgGemmPlan, AgGemmProblem, HeuristicsError, plan_ag_gemm
 
 from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import AgGemmConfig, Operands
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
-from kosmos_tpsp.ops import validate
+from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, TRANSPORTS, Prepared
 from kosmos_tpsp.ops.validate import Rejected
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
-LOG = logging.getLogger("kosmos_tpsp")
-_LOGGED: set[tuple[str, str]] = set()  # declined calls are logged once, not once a rank
-LAYOUTS = {"tn": 0, "nn": 1}
 ORDERS = {"local_first": 0, "chunk_major": 1, "naive": 2}
-POLICIES = {
-    "fixed": roles.FIXED,
-    "one_way": roles.ONE_WAY,
-    "two_way": roles.TWO_WAY,
-    "serial": roles.ONE_WAY,
-}
-TRANSPORTS = {"pull": codes.PULL, "push": codes.PUSH}
-XCD_RUN = 4
-MAX_PREPARED = 1024  # calls of a workspace whose plans are remembered
-CALL_HASH = -2  # its place among the kernel's arguments
 
 
 @dataclass(frozen=True)
@@ -66,29 +50,6 @@ class AgGemmOptions:
     split_k: int | None = None
     traced: bool = False
     force: bool = False
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything about a call that depends on shapes and options only.
-
-    Attributes:
-        problem: the GEMM's dimensions.
-        plan: how it runs.
-        decline: why the fused path is not taken, or None.
-        call_hash: what every rank must agree on, 31 bits.
-        configs: constants of each launch, one when fused, two when serial.
-        keys: launch key of each.
-        label: the call as error messages show it.
-    """
-
-    problem: AgGemmProblem
-    plan: AgGemmPlan
-    decline: str | None
-    call_hash: int
-    configs: tuple[AgGemmConfig, ...]
-    keys: tuple[int, ...]
-    label: str
 
 
 def ag_gemm(
@@ -128,8 +89,8 @@ def ag_gemm(
     Source: paper, section 3.2.1.
     """
     validate.check_workspace(workspace)
-    try:
-        options = _choose(options, choices)
+    with prepared.telling_peers(workspace, lambda: prepared.shown_call("ag_gemm", x, w)):
+        options = prepared.chosen_options(AgGemmOptions, options, choices)
         call = _prepare(x, w, workspace, options)
         m, n, k = call.problem.m, call.problem.n, call.problem.k
         if out is None:
@@ -141,13 +102,6 @@ def ag_gemm(
             x, w = validate.dense(x), validate.dense(w)
             if call.problem.keeps_gathered:
                 kept = torch.empty((m, k), dtype=torch.bfloat16, device=x.device)
-    except Rejected as rejected:
-        workspace.fault(rejected.code, _shown(x, w))
-        raise rejected.error from None
-    except Exception:
-        # Whatever it is, the peers must not wait for a call that does not come.
-        workspace.fault(validate.ARGUMENT, _shown(x, w))
-        raise
     if m == 0:
         workspace.pass_over()
     elif call.decline is not None:
@@ -162,40 +116,8 @@ def ag_gemm(
             _arguments(x, w, out, kept, workspace, call, config, options.traced)
             for config in call.configs
         ]
-        warps, stages, world = call.plan.num_warps, call.plan.num_stages, workspace.world
-        if len(launches) > 1:
-            # All of them before the first one runs: see `World.load`.
-            for args, key in zip(launches, call.keys, strict=True):
-                world.load(ag_gemm_kernel, args, key, num_warps=warps, num_stages=stages)
-        for args, key in zip(launches, call.keys, strict=True):
-            workspace.begin(call.label, args[CALL_HASH])
-            world.launch(
-                ag_gemm_kernel, call.plan.cap, args, key, num_warps=warps, num_stages=stages
-            )
+        prepared.launch_all(ag_gemm_kernel, call, launches, workspace)
     return (out, kept) if kept is not None else out
-
-
-def _choose(options: AgGemmOptions | None, choices: dict[str, Any]) -> AgGemmOptions:
-    if options is None:
-        unknown = sorted(choices.keys() - AgGemmOptions.__dataclass_fields__.keys())
-        if unknown:
-            raise validate.reject(
-                validate.ARGUMENT,
-                f"{unknown[0]}: got a choice of this name, wanted one of "
-                f"{', '.join(AgGemmOptions.__dataclass_fields__)}",
-            )
-        return AgGemmOptions(**choices)
-    if not isinstance(options, AgGemmOptions):
-        raise validate.reject(
-            validate.ARGUMENT, f"options: got {type(options).__name__}, wanted AgGemmOptions"
-        )
-    if choices:
-        raise validate.reject(
-            validate.ARGUMENT,
-            f"{', '.join(sorted(choices))}: got together with options=, wanted one or the other; "
-            "use dataclasses.replace(options, ...)",
-        )
-    return options
 
 
 def _check_types(options: AgGemmOptions) -> None:
@@ -204,13 +126,6 @@ def _check_types(options: AgGemmOptions) -> None:
     for name in ("movers_per_peer", "split_k"):
         validate.check_int(name, getattr(options, name))
     validate.check_cap(options.cap)
-
-
-def _shown(x: object, w: object) -> str:
-    kinds = (
-        str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in (x, w)
-    )
-    return f"ag_gemm({', '.join(kinds)})"
 
 
 def prepare_ag_gemm(
@@ -244,24 +159,12 @@ def describe_call(
 def _prepare(
     x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
 ) -> Prepared:
-    try:
-        workspace.ensure_usable()
-    except WorkspaceError as error:
-        raise Rejected(validate.WORKSPACE, error) from None
+    prepared.check_usable(workspace)
     device = workspace.world.device
     validate.check_matrix("x", x, device)
     validate.check_matrix("w", w, device)
     key = (x.shape, w.shape, options)
-    try:
-        call: Prepared | None = workspace.prepared.get(key)
-    except TypeError:
-        call = None  # a choice that has no hash: the plan refuses it by name
-    if call is None:
-        call = _plan(x, w, workspace, options)
-        if len(workspace.prepared) >= MAX_PREPARED:
-            del workspace.prepared[next(iter(workspace.prepared))]
-        workspace.prepared[key] = call
-    return call
+    return prepared.remembered(workspace, key, lambda: _plan(x, w, workspace, options))
 
 
 def _plan(
@@ -277,19 +180,8 @@ def _plan(
             validate.ARGUMENT, f"split_k: got {options.split_k}, wanted 1, 2, 4 or 8"
         )
     world = workspace.world
-    chunk_rows, k = x.shape
-    n, wanted = (w.shape[0], w.shape[1]) if options.layout == "tn" else (w.shape[1], w.shape[0])
-    if wanted != k:
-        raise validate.reject(
-            validate.SHAPE,
-            f"w: got shape {tuple(w.shape)} for layout {options.layout!r}, "
-            f"wanted a contraction of {k} as in x {tuple(x.shape)}",
-        )
-    if k == 0 or n == 0:
-        raise validate.reject(
-            validate.SIZE, f"features: got k = {k} and n = {n}, wanted positive sizes"
-        )
-    m = chunk_rows * world.size
+    n, k = prepared.features(x, w, options.layout)
+    m = x.shape[0] * world.size
     validate.check_room(workspace, m, k)
     try:
         keeps = options.layout == "nn" if options.keep_gathered is None else options.keep_gathered
@@ -306,20 +198,14 @@ def _plan(
         workspace.reserve_partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n)
     except WorkspaceError as error:
         raise Rejected(validate.WORKSPACE, error) from error
-    decline = _decline(problem, plan, workspace, options)
-    agreed = (
+    label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
+    decline = prepared.decline_reason(problem, plan, workspace, options.force, label)
+    call_hash = prepared.agreed_hash(
         "ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows,
         options.policy == "serial", decline is None,
     )  # fmt: skip
-    call_hash = zlib.crc32(repr(agreed).encode()) & 0x7FFFFFFF
-    label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
-    if decline is not None and m > 0 and (label, decline) not in _LOGGED:
-        _LOGGED.add((label, decline))
-        LOG.warning("%s takes the reference path: %s", label, decline)
     configs = _configs(problem, plan, options)
-    # Not m, which the compiled code does not depend on: training may vary it from call to call.
-    built_for = (n, k, plan.num_warps, plan.num_stages, options.traced, workspace.context_key)
-    keys = tuple(intern_key((*(v.value for v in c), built_for)) for c in configs)
+    keys = prepared.launch_keys(configs, plan, n, k, options.traced, workspace)
     return Prepared(problem, plan, decline, call_hash, configs, keys, label)
 
 
@@ -329,16 +215,6 @@ def _transport(
     if options.transport is None and len(workspace.transports) == 1:
         return workspace.transports[0]
     return options.transport
-
-
-def _decline(
-    problem: AgGemmProblem, plan: AgGemmPlan, workspace: TpSpWorkspace, options: AgGemmOptions
-) -> str | None:
-    if not workspace.world.fused:
-        return workspace.world.why_not_fused
-    virtual = workspace.world.describe() != "group"
-    verdict = can_fuse(problem, workspace.machine, plan, speed=not (virtual or options.force))
-    return None if verdict is None else verdict.reason
 
 
 def _configs(
@@ -364,7 +240,7 @@ def _configs(
         SPLIT_K=tl.constexpr(plan.split_k),
         CLAIM_RUN=tl.constexpr(plan.claim_run),
         XCDS=tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
-        XCD_RUN=tl.constexpr(XCD_RUN),
+        XCD_RUN=tl.constexpr(prepared.XCD_RUN),
         STORE_SPLITS=tl.constexpr(codes.store_splits(plan.block_n)),
         EVEN_K=tl.constexpr(int(problem.k % plan.block_k == 0)),
         EVEN_N=tl.constexpr(int(problem.n % plan.block_n == 0)),

@@ -1,0 +1,265 @@
+"""`gemm_rs`: a row-parallel GEMM fused with the reduce-scatter of its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from kosmos_core.device import layout as words
+from kosmos_core.errors import ArgumentError, WorkspaceError
+from kosmos_heuristics import GemmRsPlan, GemmRsProblem, HeuristicsError, plan_gemm_rs
+
+from kosmos_tpsp import reference
+from kosmos_tpsp.device import config as codes
+from kosmos_tpsp.device.config import GemmRsConfig, ScatterOperands
+from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
+from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, TRANSPORTS, Prepared
+from kosmos_tpsp.ops.validate import Rejected
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+LAYOUT = "tn"
+ORDERS = {"band_major": 0, "row_major": 1}
+# What the kernel has of what plans know.
+GEMM_RS_POLICIES = ("one_way", "fixed", "serial")
+GEMM_RS_TRANSPORTS = ("push",)
+# Elements a mover adds up at once; with eight sources more would not fit its registers.
+MAX_REDUCE_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class GemmRsOptions:
+    """What a caller may choose besides the operands; None leaves it to the plan.
+
+    Attributes:
+        cap: most workgroups to use.
+        policy: "one_way", "fixed" or "serial".
+        order: "band_major" or "row_major".
+        transport: "push".
+        reducers_per_peer: crew size for each peer.
+        split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
+        traced: record role spans into the workspace's trace buffer.
+        force: run fused although the plan would decline for speed.
+    """
+
+    cap: int | None = None
+    policy: str = "one_way"
+    order: str = "band_major"
+    transport: str | None = None
+    reducers_per_peer: int | None = None
+    split_k: int | None = None
+    traced: bool = False
+    force: bool = False
+
+
+def gemm_rs(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    workspace: TpSpWorkspace,
+    *,
+    out: torch.Tensor | None = None,
+    options: GemmRsOptions | None = None,
+    **choices: Any,
+) -> torch.Tensor:
+    """Multiplies by this rank's weights and sums over ranks the rows that each rank owns.
+
+    Args:
+        x: [m, k] bfloat16, all m tokens with this rank's part of the features; m is a multiple of
+            the world size.
+        w: [n, k] bfloat16; the products are x @ w.T.
+        workspace: of the group, with room for [m, n]; every rank makes the same calls on it in the
+            same order.
+        out: [m / world size, n] bfloat16 to write into, apart from x and w; allocated when None.
+        options: a prepared set of choices, instead of `choices`.
+        **choices: fields of `GemmRsOptions`, when `options` is not given.
+
+    Returns:
+        out [m / world size, n]: this rank's chunk of the rows, in rank order. Each product is
+        rounded once to bfloat16; they are summed in FP32, rank 0 first, and rounded once more.
+
+    Raises:
+        ArgumentError: wrong type, dtype, device, shape or choice; the peers are told, as they are
+            of any other error before the launch.
+        WorkspaceError: the workspace is destroyed or too small.
+        PeerError: an earlier call on the workspace was given up.
+
+    Autograd: none, fused or declined alike: no result requires grad, whatever x and w do.
+
+    Communication: reduce-scatter of [m, n], (world size - 1) * m / world size * n * 2 bytes out of
+    each rank.
+    Synchronizes: no host synchronisation; a declined call waits for its peers on the host.
+
+    Source: paper, section 3.2.2.
+    """
+    validate.check_workspace(workspace)
+    with prepared.telling_peers(workspace, lambda: prepared.shown_call("gemm_rs", x, w)):
+        options = prepared.chosen_options(GemmRsOptions, options, choices)
+        call = _prepare(x, w, workspace, options)
+        rows, n = x.shape[0] // workspace.world.size, call.problem.n
+        if out is None:
+            out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
+        else:
+            validate.check_out(out, (rows, n), x.device, x, w)
+        if call.decline is None:
+            x, w = validate.dense(x), validate.dense(w)
+    if rows == 0:
+        workspace.pass_over()
+    elif call.decline is not None:
+        workspace.agree(call.label, workspace.start_hash(call.call_hash))
+        # As in the fused path, which records nothing either.
+        with torch.no_grad():
+            out.copy_(reference.gemm_rs(x, w, workspace.world))
+    else:
+        launches = [
+            _arguments(x, w, out, workspace, call, config, options.traced)
+            for config in call.configs
+        ]
+        prepared.launch_all(gemm_rs_kernel, call, launches, workspace)
+    return out
+
+
+def prepare_gemm_rs(
+    workspace: TpSpWorkspace, m: int, n: int, k: int, options: GemmRsOptions
+) -> None:
+    """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
+    device = workspace.world.device
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device=device)
+    w = torch.zeros(n, k, dtype=torch.bfloat16, device=device)
+    gemm_rs(x, w, workspace, options=options)
+    workspace.synchronize()
+    workspace.world.barrier()
+
+
+def describe_gemm_rs(
+    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
+) -> Prepared:
+    """The plan and verdict of a call without making it.
+
+    Raises:
+        ArgumentError: as `gemm_rs`.
+    """
+    try:
+        return _prepare(x, w, workspace, options)
+    except Rejected as rejected:
+        raise rejected.error from None
+
+
+def _prepare(
+    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
+) -> Prepared:
+    prepared.check_usable(workspace)
+    device = workspace.world.device
+    validate.check_matrix("x", x, device)
+    validate.check_matrix("w", w, device)
+    key = (x.shape, w.shape, options)
+    return prepared.remembered(workspace, key, lambda: _plan(x, w, workspace, options))
+
+
+def _plan(
+    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
+) -> Prepared:
+    for name in ("traced", "force"):
+        validate.check_flag(name, getattr(options, name))
+    for name in ("reducers_per_peer", "split_k"):
+        validate.check_int(name, getattr(options, name))
+    validate.check_cap(options.cap)
+    validate.check_choice("policy", options.policy, GEMM_RS_POLICIES)
+    validate.check_choice("order", options.order, tuple(ORDERS))
+    validate.check_choice("transport", options.transport, GEMM_RS_TRANSPORTS, optional=True)
+    if options.split_k not in (None, 1, 2, 4, 8):
+        raise validate.reject(
+            validate.ARGUMENT, f"split_k: got {options.split_k}, wanted 1, 2, 4 or 8"
+        )
+    world, m = workspace.world, x.shape[0]
+    n, k = prepared.features(x, w, LAYOUT)
+    if m % world.size:
+        raise validate.reject(
+            validate.SHAPE,
+            f"x: got {m} rows, wanted a multiple of the {world.size} ranks; pad the tokens",
+        )
+    validate.check_room(workspace, m, n)
+    try:
+        problem = GemmRsProblem(m, n, k, world.size)
+        plan = plan_gemm_rs(
+            problem, workspace.machine,
+            cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
+            transport=options.transport or GEMM_RS_TRANSPORTS[0], policy=options.policy,
+            order=options.order, reducers_per_peer=options.reducers_per_peer,
+            split_k=options.split_k,
+        )  # fmt: skip
+    except HeuristicsError as error:
+        raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
+    try:
+        workspace.reserve_partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n)
+    except WorkspaceError as error:
+        raise Rejected(validate.WORKSPACE, error) from error
+    label = f"gemm_rs {LAYOUT} m={m} n={n} k={k}"
+    decline = prepared.decline_reason(problem, plan, workspace, options.force, label)
+    call_hash = prepared.agreed_hash(
+        "gemm_rs", problem, plan.transport, plan.block_m, plan.block_n,
+        workspace.machine.tile_row_rows, options.policy == "serial", decline is None,
+    )  # fmt: skip
+    configs = _configs(problem, plan, workspace.machine.tile_row_rows, options)
+    keys = prepared.launch_keys(configs, plan, n, k, options.traced, workspace)
+    return Prepared(problem, plan, decline, call_hash, configs, keys, label)
+
+
+def _configs(
+    problem: GemmRsProblem, plan: GemmRsPlan, tile_row_rows: int, options: GemmRsOptions
+) -> tuple[GemmRsConfig, ...]:
+    fused = GemmRsConfig(
+        TRANSPORT=TRANSPORTS[plan.transport],
+        LAYOUT=tl.constexpr(LAYOUTS[LAYOUT]),
+        ORDER=tl.constexpr(ORDERS[plan.order]),
+        POLICY=POLICIES[options.policy],
+        PHASE=codes.FUSED,
+        SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
+        REDUCE_ELEMENTS=tl.constexpr(min(MAX_REDUCE_ELEMENTS, plan.unit_rows * plan.unit_cols)),
+        TILE_ROW_ROWS=tl.constexpr(tile_row_rows),
+        BLOCK_M=tl.constexpr(plan.block_m),
+        BLOCK_N=tl.constexpr(plan.block_n),
+        BLOCK_K=tl.constexpr(plan.block_k),
+        STAGES=tl.constexpr(plan.num_stages),
+        BAND_ROWS=tl.constexpr(max(1, plan.band_rows // tile_row_rows)),
+        SPLIT_K=tl.constexpr(plan.split_k),
+        CLAIM_RUN=tl.constexpr(plan.claim_run),
+        XCDS=tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
+        XCD_RUN=tl.constexpr(prepared.XCD_RUN),
+        STORE_SPLITS=tl.constexpr(codes.store_splits(plan.block_n)),
+        EVEN_K=tl.constexpr(int(problem.k % plan.block_k == 0)),
+        EVEN_N=tl.constexpr(int(problem.n % plan.block_n == 0)),
+    )
+    if options.policy != "serial":
+        return (fused,)
+    return fused._replace(PHASE=codes.BUILD_ONLY), fused._replace(PHASE=codes.REDUCE_ONLY)
+
+
+def _arguments(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    workspace: TpSpWorkspace,
+    call: Prepared,
+    config: GemmRsConfig,
+    traced: bool,
+) -> tuple[Any, ...]:
+    """Arguments of one launch of `gemm_rs_kernel`."""
+    plan, problem = call.plan, call.problem
+    landing = workspace.buffer(int(words.GATHER.value)) if workspace.world.size > 1 else out
+    ops = ScatterOperands(x, w, out, landing, workspace.partials)
+    # A launch that only builds, or only adds up, has all its workgroups do it.
+    movers, most = {
+        codes.FUSED: (plan.num_movers, plan.max_movers),
+        codes.BUILD_ONLY: (0, 0),
+        codes.REDUCE_ONLY: (plan.cap, plan.cap),
+    }[config.PHASE]
+    call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.REDUCE_ONLY)
+    return (
+        ops, workspace.context(traced), problem.m, problem.n, problem.k, movers, most,
+        plan.split_tiles, call_hash, config,
+    )  # fmt: skip
+
+
+__all__ = ["GemmRsOptions", "describe_gemm_rs", "gemm_rs", "prepare_gemm_rs"]
