@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.worlds import World, reference_world
-from kosmos_tpsp import reference
-from kosmos_tpsp.cli.calls import TOLERANCE, Call, Ledger, compare, same_bits
+from kosmos_tpsp import GemmRsOptions, reference
+from kosmos_tpsp.cli.calls import TOLERANCE, Call, Ledger, Operands, Wanted, compare, same_bits
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -29,7 +29,29 @@ def test_ag_gemm_gathers_and_multiplies(
         wanted = torch.cat([draw(17, 50, seed=r) for r in range(world.size)])
         assert torch.equal(gathered, wanted)
         product = wanted.double() @ (w.double().t() if layout == "tn" else w.double())
-        assert compare(out, product) == (pytest.approx(0, abs=TOLERANCE), "")
+        assert compare(out, Wanted.of(product)) == (pytest.approx(0, abs=TOLERANCE), "")
+
+    on_cpu(size, host)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_gemm_rs_multiplies_and_sums_what_a_rank_owns(
+    size: int, on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        call = Call(17 * world.size, 33, 50, 0, GemmRsOptions())
+        operands = Operands(0, world.size, torch.device("cpu"))
+        out = reference.gemm_rs(operands.x(call, rank), operands.w(call, rank), world)
+        total = sum(
+            operands.x(call, r).double() @ operands.w(call, r).double().t()
+            for r in range(world.size)
+        )
+        wanted = operands.product(call, rank)
+        assert isinstance(total, torch.Tensor)
+        torch.testing.assert_close(wanted.values, total[17 * rank : 17 * rank + 17])
+        assert compare(out, wanted)[1] == ""
+        # Without one rank's part it is wrong.
+        assert size == 1 or compare(out - out.roll(1, 0), wanted)[1] != ""
 
     on_cpu(size, host)
 
@@ -44,9 +66,9 @@ def test_a_world_without_distributed_is_a_group_of_one() -> None:
 def test_one_wrong_row_does_not_hide() -> None:
     wanted = torch.randn(4096, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     out = wanted.to(torch.bfloat16)
-    assert compare(out, wanted)[1] == ""
+    assert compare(out, Wanted.of(wanted))[1] == ""
     out[1234] = out[1235]
-    error, problem = compare(out, wanted)
+    error, problem = compare(out, Wanted.of(wanted))
     # Over all rows it is little more than the rounding; in its own it is everything.
     assert error < 0.05
     assert "1 of 4096 rows wrong, row 1234" in problem
@@ -56,7 +78,7 @@ def test_one_wrong_element_of_a_row_does_not_hide() -> None:
     wanted = torch.ones(64, 128, dtype=torch.float64)
     out = wanted.to(torch.bfloat16)
     out[5, 7] *= 1.1
-    assert "row 5" in compare(out, wanted)[1]
+    assert "row 5" in compare(out, Wanted.of(wanted))[1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -64,14 +86,14 @@ def test_an_element_that_was_never_written_does_not_hide(value: float) -> None:
     wanted = torch.ones(64, 32, dtype=torch.float64)
     out = wanted.to(torch.bfloat16)
     out[63, 31] = value
-    error, problem = compare(out, wanted)
+    error, problem = compare(out, Wanted.of(wanted))
     assert error == float("inf")
     assert "row 63" in problem
 
 
 def test_another_shape_is_wrong_and_an_empty_one_is_right() -> None:
-    assert "shape" in compare(torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.float64))[1]
-    assert compare(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.float64)) == (0.0, "")
+    assert "shape" in compare(torch.zeros(3, 4), Wanted.of(torch.zeros(4, 3)))[1]
+    assert compare(torch.zeros(0, 4), Wanted.of(torch.zeros(0, 4))) == (0.0, "")
 
 
 def test_bits_are_compared_and_not_values() -> None:

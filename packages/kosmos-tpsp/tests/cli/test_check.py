@@ -131,7 +131,10 @@ def test_a_declined_line_gives_the_reason_and_how_to_accept(
         (["--layout", "nt"], "'nt' is not one of"),
         (["--plant", "nothing"], "plant: got 'nothing'"),
         (["--plant", "no_barrier", "--world", "gpu:8"], "plant: defects live on the CPU"),
-        (["gemm_rs"], "'[OP]': 'gemm_rs' is not"),
+        (["gemm_ag"], "'[OP]': 'gemm_ag' is not"),
+        (["gemm_rs", "--layout", "nn"], "layout: got nn for gemm_rs, wanted one of tn"),
+        (["gemm_rs", "--order", "naive"], "order: got naive for gemm_rs, wanted one of band_major"),
+        (["gemm_rs", "--policy", "two_way"], "policy: got two_way for gemm_rs, wanted one of"),
     ],
 )
 def test_bad_arguments_are_refused_in_a_line(
@@ -208,7 +211,7 @@ def test_a_result_that_depends_on_the_schedule_is_no_bitwise_repeat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Which workgroup builds a tile must not matter; here it decides the last bit of a few elements.
-    old = "acc = multiply(own, gathered, weights, call, standing, tile, 0, k, CONFIG, T)"
+    old = "acc = multiply(own, gathered, weights, call, standing, tile, 0, k_end, CONFIG, T)"
     new = old + " * (1 + tl.program_id(0) * 0.0005)"
     plant(monkeypatch, Mutation(build.build, old, new))
     status, report, _ = check(capsys, "--world", "cpu:2", *SMALL, "--schedules", "3")

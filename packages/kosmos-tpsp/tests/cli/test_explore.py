@@ -95,6 +95,14 @@ def test_a_finding_is_printed_with_the_command_that_repeats_it(
     assert main(again[again.index("explore") :]) == 0
 
 
+def test_scenarios_of_gemm_rs_mix_both_ops() -> None:
+    found = [Scenario.draw(seed, "gemm_rs") for seed in range(300)]
+    ops = [call.op for scenario in found for call in scenario.calls]
+    assert len(ops) / 2 < ops.count("gemm_rs") < len(ops)
+    assert all(scenario.calls[0].op == "gemm_rs" for scenario in found)
+    assert [scenario.run().problem for scenario in found[:12]] == [""] * 12
+
+
 def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explore", "--seconds", "0", "--jobs", "1"]) == 0
     assert "1 distinct schedules in 1 runs" in capsys.readouterr().out
@@ -103,10 +111,10 @@ def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupt_keeps_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(seeds: range) -> list[Found]:
+    def interrupted(seeds: range, op: str) -> list[Found]:
         if 2 in seeds:
             raise KeyboardInterrupt
-        return run_batch(seeds)
+        return run_batch(seeds, op)
 
     run_batch = exploration.run_batch
     monkeypatch.setattr(exploration, "run_batch", interrupted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.worlds import World
-from kosmos_tpsp.cli.calls import Call, compare
+from kosmos_tpsp.cli.calls import Call, Wanted, compare
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
+from kosmos_tpsp.ops import prepared
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call, prepare_ag_gemm
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -135,7 +135,7 @@ def test_views_give_what_their_copies_give(view: str, transport: str, on_cpu: On
         copied = ag_gemm(x.contiguous(), w.contiguous(), workspace, transport=transport)
         workspace.synchronize()
         gathered = torch.cat([make_x(r) for r in range(world.size)])
-        assert compare(out, gathered.double() @ w.double().t())[1] == ""
+        assert compare(out, Wanted.of(gathered.double() @ w.double().t()))[1] == ""
         assert torch.equal(out, copied)
 
     on_cpu(3, host)
@@ -151,7 +151,7 @@ def test_the_input_may_be_overwritten_once_the_call_is_over(on_cpu: OnCpu) -> No
             x.copy_(matrix(ROWS, K, seed=10 * step + rank))
             out = ag_gemm(x, w, workspace, transport="pull")
             gathered = torch.cat([matrix(ROWS, K, seed=10 * step + r) for r in range(world.size)])
-            assert compare(out, gathered.double() @ w.double().t())[1] == ""
+            assert compare(out, Wanted.of(gathered.double() @ w.double().t()))[1] == ""
 
     for seed in range(3):
         on_cpu(3, host, seed=seed)
@@ -172,8 +172,7 @@ def test_no_rows_launch_nothing_and_return_empty_outputs(on_cpu: OnCpu) -> None:
 def test_rows_that_are_not_aligned_take_the_reference_path_on_every_rank(
     on_cpu: OnCpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # `kosmos_tpsp.ops.ag_gemm` as an attribute is the function.
-    monkeypatch.setattr(sys.modules["kosmos_tpsp.ops.ag_gemm"], "_LOGGED", set())
+    monkeypatch.setattr(prepared, "_LOGGED", set())
 
     def host(rank: int, world: World) -> str:
         workspace = TpSpWorkspace(world, ROWS * world.size, K)
@@ -182,7 +181,7 @@ def test_rows_that_are_not_aligned_take_the_reference_path_on_every_rank(
         gathered = torch.cat([matrix(ROWS, 12, seed=r) for r in range(world.size)])
         for out in outs:
             assert isinstance(out, torch.Tensor)
-            assert compare(out, gathered.double() @ w.double().t())[1] == ""
+            assert compare(out, Wanted.of(gathered.double() @ w.double().t()))[1] == ""
         # Fused calls go on before and after.
         fused = ag_gemm(matrix(ROWS, K, seed=rank), matrix(N, K), workspace)
         assert isinstance(fused, torch.Tensor)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kosmos_tpsp.cli.calls import Call
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 
 # Rows of this many bf16 elements are 16-byte aligned, as the fused path needs.
 ALIGNED = 8
@@ -21,7 +22,7 @@ def shapes(m: int, n: int, k: int, size: int) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys([(m, n, k), odd, (size, ALIGNED, ALIGNED)]))
 
 
-def sequence(wanted: list[tuple[int, int, int]], calls: int, options: AgGemmOptions) -> list[Call]:
+def sequence(wanted: list[tuple[int, int, int]], calls: int, options: Any) -> list[Call]:
     """Every shape `calls` times on fresh data, by turns, then each again on its first data."""
     fresh = [Call(*shape, data, options) for data in range(calls) for shape in wanted]
     return fresh + [Call(*shape, 0, options) for shape in wanted[::-1]]

@@ -7,9 +7,11 @@ from typing import Any
 import click
 
 from kosmos_tpsp.cli.checking import run_request
+from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.request import Request
 
-OPS = ("ag_gemm",)
+OPS = tuple(DRIVERS)
+ORDERS = tuple(order for driver in DRIVERS.values() for order in driver.orders)
 
 
 @click.command()
@@ -17,11 +19,9 @@ OPS = ("ag_gemm",)
 @click.option(
     "--world", default="cpu:4", show_default=True, help="cpu:N, gpu:N, or group (under torchrun)."
 )
-@click.option(
-    "--m", default=384, show_default=True, help="Gathered rows over all ranks, 0 or more."
-)
+@click.option("--m", default=384, show_default=True, help="Rows over all ranks, 0 or more.")
 @click.option("--n", default=200, show_default=True, help="Columns of each rank's output.")
-@click.option("--k", default=128, show_default=True, help="Width of a gathered row.")
+@click.option("--k", default=128, show_default=True, help="Contraction of each rank's GEMM.")
 @click.option("--layout", type=click.Choice(("tn", "nn")), default="tn", show_default=True)
 @click.option(
     "--policy",
@@ -31,9 +31,9 @@ OPS = ("ag_gemm",)
 )
 @click.option(
     "--order",
-    type=click.Choice(("local_first", "chunk_major", "naive")),
-    default="local_first",
-    show_default=True,
+    type=click.Choice(ORDERS),
+    help="ag_gemm: local_first (default), chunk_major, naive; gemm_rs: band_major (default), "
+    "row_major.",
 )
 @click.option("--transport", type=click.Choice(("pull", "push")), help="[default: the plan's]")
 @click.option("--cap", type=int, help="Most workgroups a rank, at least 2.  [default: all]")

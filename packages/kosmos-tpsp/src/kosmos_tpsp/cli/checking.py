@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import click
 import torch
@@ -17,12 +18,12 @@ from kosmos_core.worlds import World, gpu_world, group_world
 
 from kosmos_tpsp.cli.calls import Call, Ledger
 from kosmos_tpsp.cli.cases import sequence, shapes
+from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.killed import check_killed_rank
 from kosmos_tpsp.cli.report import Report, case_of
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu, run_on_devices
 from kosmos_tpsp.cli.schedules import DELAYS, POLICIES, Schedule
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 
 # Workgroups of a rank on the executor, more only where the cap asks for more.
 CPU_WGS = 4
@@ -34,16 +35,19 @@ TIMEOUT_S = 30.0
 MAX_SLEEP = 1 << 23
 
 
-def options_of(request: Request) -> AgGemmOptions:
+def options_of(request: Request) -> Any:
     """The choices of every call. Only where declines are allowed may speed be a reason."""
-    return AgGemmOptions(
-        layout=request.layout,
-        policy=request.policy,
-        order=request.order,
-        transport=request.transport,
-        cap=request.cap,
-        force=not request.allow_decline,
-    )
+    driver = DRIVERS[request.op]
+    chosen: dict[str, Any] = {
+        "policy": request.policy,
+        "order": request.order or driver.orders[0],
+        "transport": request.transport,
+        "cap": request.cap,
+        "force": not request.allow_decline,
+    }
+    if request.op == "ag_gemm":
+        chosen["layout"] = request.layout
+    return driver.options(**chosen)
 
 
 def run_request(request: Request) -> tuple[Report, bool]:
@@ -68,7 +72,7 @@ def run_request(request: Request) -> tuple[Report, bool]:
         return _summary(request, options, runs), prints
 
 
-def _rig(request: Request, options: AgGemmOptions) -> Rig:
+def _rig(request: Request, options: Any) -> Rig:
     wanted = shapes(request.m, request.n, request.k, request.size)
     calls = sequence(wanted, request.calls, options)
     # One run's own repetitions; the schedules of the executor are compared with each other, too.
@@ -77,7 +81,7 @@ def _rig(request: Request, options: AgGemmOptions) -> Rig:
     return Rig(calls, seed=request.seed, timeout_s=TIMEOUT_S, ledger=ledger)
 
 
-def _cpu_runs(request: Request, options: AgGemmOptions) -> list[Run]:
+def _cpu_runs(request: Request, options: Any) -> list[Run]:
     """As many distinct schedules as wanted, each of a seed of its own."""
     rig = _rig(request, options)
     wgs = max(CPU_WGS, request.cap or 0)
@@ -104,7 +108,7 @@ def _replay(request: Request, schedule: Schedule) -> str:
     return " ".join([*words, f"--seed {schedule.seed} --schedules 1"])
 
 
-def _summary(request: Request, options: AgGemmOptions, runs: list[Run]) -> Report:
+def _summary(request: Request, options: Any, runs: list[Run]) -> Report:
     report = Report()
     for shape in shapes(request.m, request.n, request.k, request.size):
         call = Call(*shape, 0, options)

@@ -15,7 +15,6 @@ from kosmos_core.worlds import World, cpu_world
 from kosmos_tpsp.cli.calls import Call, Operands, compare
 from kosmos_tpsp.cli.rig import Rig, Run
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.ops.ag_gemm import ag_gemm
 
 # A bound counted in microseconds and not in milliseconds: the executor's clock moves by one a step.
 SHORT_EDIT = (barrier.call_enter, "to(tl.int64) * 1000000", "to(tl.int64) * 1000")
@@ -54,12 +53,14 @@ class Expiry:
         left = Left(rank)
         operands = Operands(0, world.size, world.device)
         workspace = Rig(self.calls, timeout_s=self.bound_us * 1e-3).workspace(world)
-        outs = [torch.zeros(call.m, call.n, dtype=torch.bfloat16) for call in self.calls]
+        outs = [
+            torch.zeros(call.out_shape(world.size), dtype=torch.bfloat16) for call in self.calls
+        ]
         made = 0
         try:
             for call, out in zip(self.calls, outs, strict=True):
                 x, w = operands.x(call, rank), operands.w(call, rank)
-                ag_gemm(x, w, workspace, out=out, options=call.options)
+                call.driver.call(x, w, workspace, out=out, options=call.options)
                 made += 1
             workspace.synchronize()
         except PeerError as error:
@@ -69,7 +70,7 @@ class Expiry:
             left.problems.append(f"wanted PeerTimeoutError, got {left.error!r}")
         for call, out in zip(self.calls[:made], outs, strict=False):
             wanted = operands.product(call, rank)
-            known = torch.where(out.isnan(), wanted.to(torch.bfloat16), out)
+            known = torch.where(out.isnan(), wanted.values.to(torch.bfloat16), out)
             problem = compare(known, wanted)[1]
             if problem:
                 left.problems.append(f"{call}: {problem}")

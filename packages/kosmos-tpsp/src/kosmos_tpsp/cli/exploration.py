@@ -103,7 +103,7 @@ class Exploration:
         if self.jobs == 1:
             seed = self.seed
             while True:
-                yield from run_batch(range(seed, seed + 1))
+                yield from run_batch(range(seed, seed + 1), self.op)
                 seed += 1
         context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(self.jobs, mp_context=context)
@@ -117,7 +117,7 @@ class Exploration:
         pending: set[concurrent.futures.Future[list[Found]]] = set()
         while True:
             while len(pending) < 2 * self.jobs:
-                pending.add(pool.submit(run_batch, range(seed, seed + BATCH)))
+                pending.add(pool.submit(run_batch, range(seed, seed + BATCH), self.op))
                 seed += BATCH
             done, pending = concurrent.futures.wait(
                 pending, return_when=concurrent.futures.FIRST_COMPLETED
@@ -182,11 +182,11 @@ class Exploration:
             raise click.ClickException(f"json: cannot write {path}: {error}") from error
 
 
-def run_batch(seeds: range) -> list[Found]:
+def run_batch(seeds: range, op: str) -> list[Found]:
     """Runs the scenarios of some seeds."""
     # Every declined call is announced once; here thousands are declined on purpose.
     logging.getLogger("kosmos_tpsp").setLevel(logging.ERROR)
-    return [Scenario.draw(seed).run() for seed in seeds]
+    return [Scenario.draw(seed, op).run() for seed in seeds]
 
 
 def _versions() -> dict[str, str]:

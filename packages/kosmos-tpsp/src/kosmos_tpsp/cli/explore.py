@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
+from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.exploration import Exploration
 
-OPS = ("ag_gemm",)
+OPS = tuple(DRIVERS)
 
 
 @click.command()

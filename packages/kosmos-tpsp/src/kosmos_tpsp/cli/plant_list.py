@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kosmos_core.device import barrier, flags, queue, roles
 
+from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.device import build, gather
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
@@ -438,5 +439,7 @@ _ABORTS = [
 ]
 
 PLANTS: dict[str, Plant] = {
-    plant.name: plant for plant in _PUBLISH + _CONSUME + _EPOCHS + _STARTS + _ROLES + _ABORTS
+    plant.name: plant
+    for plants in (_PUBLISH, _CONSUME, _EPOCHS, _STARTS, _ROLES, _ABORTS, SCATTER_PLANTS)
+    for plant in plants
 }

@@ -13,12 +13,12 @@ from typing import Any
 from kosmos_core.executor import DataRace, Deadlock, KernelFault, Mutation
 
 from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.expiry import BOUNDS_US, Expiry, expire_on_cpu
 from kosmos_tpsp.cli.killed import trouble_on_cpu
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import Trouble
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Plant:
         each: further options of each call, in order; empty where all are alike.
         fixed: fields of the schedules that are not drawn.
         wgs: workgroups of a rank.
+        op: whose calls show it.
         trouble: what goes wrong besides (`Trouble.kind`, or "expiry"), "" if nothing does.
     """
 
@@ -75,6 +76,7 @@ class Plant:
     each: tuple[dict[str, Any], ...] = ()
     fixed: dict[str, Any] = field(default_factory=dict)
     wgs: int = 4
+    op: str = "ag_gemm"
     trouble: str = ""
 
     def mutations(self) -> tuple[Mutation, ...]:
@@ -89,8 +91,9 @@ class Plant:
     def calls(self) -> list[Call]:
         """The calls, each on data of its own."""
         each = self.each or ({},) * len(self.shapes)
+        options = DRIVERS[self.op].options
         return [
-            Call(rows * self.ranks, n, k, i, AgGemmOptions(**{**self.choices, **more}))
+            Call(rows * self.ranks, n, k, i, options(**{**self.choices, **more}))
             for i, ((rows, n, k), more) in enumerate(zip(self.shapes, each, strict=True))
         ]
 

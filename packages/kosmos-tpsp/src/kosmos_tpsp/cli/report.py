@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kosmos_tpsp.cli.calls import Call, Verdict
+from kosmos_tpsp.cli.drivers import layout_of
 from kosmos_tpsp.cli.rig import Run
 
 
@@ -123,13 +124,13 @@ def case_of(
     declined = any(v.path == "reference" for v in own)
     o = call.options
     return Case(
-        op="ag_gemm",
+        op=call.op,
         world=world,
         m=call.m,
         n=call.n,
         k=call.k,
         dtype="bf16",
-        layout=o.layout,
+        layout=layout_of(o),
         policy=o.policy,
         order=o.order,
         transport=own[0].transport if own else o.transport,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import click
 
+from kosmos_tpsp.cli.drivers import DRIVERS
+
 MAX_RANKS = 8
 DEFAULT_SCHEDULES = 3
 
@@ -27,7 +29,7 @@ class Request:
     k: int
     layout: str
     policy: str
-    order: str
+    order: str | None
     transport: str | None
     cap: int | None
     seed: int
@@ -58,7 +60,20 @@ class Request:
             raise click.UsageError(
                 f"cap: got {self.cap}, wanted at least 2 (a mover beside a builder)"
             )
+        self._check_op()
         self._check_kill(size)
+
+    def _check_op(self) -> None:
+        driver = DRIVERS[self.op]
+        for name, value, allowed in (
+            ("order", self.order, driver.orders),
+            ("policy", self.policy, driver.policies),
+            ("layout", self.layout, ("tn", "nn") if self.op == "ag_gemm" else ("tn",)),
+        ):
+            if value is not None and value not in allowed:
+                raise click.UsageError(
+                    f"{name}: got {value} for {self.op}, wanted one of {', '.join(allowed)}"
+                )
 
     def _check_kill(self, size: int) -> None:
         if self.kill_rank is None:

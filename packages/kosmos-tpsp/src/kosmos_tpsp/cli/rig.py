@@ -14,15 +14,10 @@ from kosmos_core.worlds import World, cpu_world
 from kosmos_heuristics import Machine
 
 from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
+from kosmos_tpsp.cli.drivers import outputs
 from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.ops.ag_gemm import (
-    AgGemmOptions,
-    Prepared,
-    ag_gemm,
-    describe_call,
-    prepare_ag_gemm,
-)
+from kosmos_tpsp.ops.prepared import Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 if TYPE_CHECKING:
@@ -132,7 +127,7 @@ class Rig:
         workspace = TpSpWorkspace(
             world,
             max([world.size, *(call.m for call in self.calls)]),
-            max([8, *(call.k for call in self.calls)]),
+            max([8, *(call.driver.width(call.shape) for call in self.calls)]),
             machine=self.machine,
             timeout_s=self.timeout_s,
             first_epoch=self.first_epoch,
@@ -144,7 +139,7 @@ class Rig:
         world.barrier()
         return workspace
 
-    def options(self, call: Call, rank: int) -> AgGemmOptions:
+    def options(self, call: Call, rank: int) -> Any:
         """The call's options as `rank` gives them."""
         if self.caps is None:
             return call.options
@@ -176,8 +171,9 @@ class Rig:
             return
         patient = replace(self, timeout_s=DEFAULT_TIMEOUT_S).workspace(world)
         for call in dict.fromkeys(replace(call, data=0) for call in self.calls):
-            rows = call.m // world.size
-            prepare_ag_gemm(patient, rows, call.n, call.k, self.options(call, rank))
+            rows = call.driver.x_rows(call.m, world.size)
+            options = self.options(call, rank)
+            call.driver.prepare(patient, rows, call.n, call.k, options)
         patient.destroy()
 
     def _round(
@@ -187,7 +183,10 @@ class Rig:
         given = [(operands.x(c, rank), operands.w(c, rank)) for c in calls]
         device = workspace.world.device
         outs = [
-            torch.full((c.m, c.n), float("nan"), dtype=torch.bfloat16, device=device) for c in calls
+            torch.full(
+                c.out_shape(operands.size), float("nan"), dtype=torch.bfloat16, device=device
+            )
+            for c in calls
         ]
         # Nobody calls before all have made their operands, which may load modules, too.
         workspace.synchronize()
@@ -199,12 +198,13 @@ class Rig:
             if self.delay is not None:
                 self.delay(rank, first + i)
             before = meter.launches[rank]
-            results.append(ag_gemm(x, w, workspace, out=out, options=self.options(call, rank)))
+            options = self.options(call, rank)
+            results.append(call.driver.call(x, w, workspace, out=out, options=options))
             launches.append(meter.launches[rank] - before)
         workspace.synchronize()
         verdicts = []
         for call, (x, w), result, count in zip(calls, given, results, launches, strict=True):
-            prepared = describe_call(x, w, workspace, self.options(call, rank))
+            prepared = call.driver.describe(x, w, workspace, self.options(call, rank))
             verdicts.append(self._judge(rank, operands, call, prepared, result, count))
         moved = meter.moved(rank) - moved
         wanted = sum(v.call.remote_bytes(operands.size) for v in verdicts if v.path == "fused")
@@ -222,7 +222,7 @@ class Rig:
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         launches: int,
     ) -> Verdict:
-        out, gathered = result if isinstance(result, tuple) else (result, None)
+        out, gathered = outputs(result)
         error, problem = compare(out, operands.product(call, rank))
         if not problem and gathered is not None:
             problem = "" if same_bits(gathered, operands.gathered(call)) else "gathered rows differ"

@@ -12,9 +12,11 @@ from typing import Any
 from kosmos_heuristics import Machine, load_machine
 
 from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.drivers import layout_of
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
 # Around the points where the epoch's sign, its 32 bits and its parity turn over.
 EPOCHS = (1, 2, 7, 2**31 - 2, 2**31 - 1, -(2**31), -3, -2, -1)
@@ -63,13 +65,13 @@ class Scenario:
     num_xcds: int
 
     @classmethod
-    def draw(cls, seed: int) -> Scenario:
-        """The scenario of a seed."""
-        rng = random.Random(f"scenario {seed}")
+    def draw(cls, seed: int, op: str = "ag_gemm") -> Scenario:
+        """The scenario of a seed; calls of `op`, with some of the others between them."""
+        rng = random.Random(f"scenario {seed}" if op == "ag_gemm" else f"scenario {op} {seed}")
         ranks = rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 8))
         wgs = rng.randint(2, 5) if ranks < 8 else rng.randint(2, 3)
-        deep = ranks <= 2 and rng.random() < 0.05
-        calls = tuple(_calls(rng, ranks, deep))
+        deep = op == "ag_gemm" and ranks <= 2 and rng.random() < 0.05
+        calls = tuple(_calls(rng, ranks, deep, op))
         return cls(
             seed=seed,
             ranks=ranks,
@@ -124,13 +126,18 @@ class Scenario:
             found[name, str(value)] += 1
         for call in self.calls:
             o = call.options
-            for name, choice in (
-                ("layout", o.layout), ("policy", o.policy), ("order", o.order),
-                ("transport", o.transport or "plan's"), ("split k", o.split_k or "plan's"),
-                ("kept", "plan's" if o.keep_gathered is None else o.keep_gathered),
-                ("movers a peer", o.movers_per_peer or "plan's"),
-                ("call", "empty" if call.m == 0 else "declined" if call.k == DECLINED else "full"),
-            ):  # fmt: skip
+            declined = DECLINED in (call.n, call.k)
+            choices = {
+                "op": call.op, "layout": layout_of(o), "policy": o.policy, "order": o.order,
+                "transport": o.transport or "plan's", "split k": o.split_k or "plan's",
+                "call": "empty" if call.m == 0 else "declined" if declined else "full",
+            }  # fmt: skip
+            if isinstance(o, AgGemmOptions):
+                choices["kept"] = "plan's" if o.keep_gathered is None else o.keep_gathered
+                choices["movers a peer"] = o.movers_per_peer or "plan's"
+            else:
+                choices["movers a peer"] = o.reducers_per_peer or "plan's"
+            for name, choice in choices.items():
                 found[name, str(choice)] += 1
         return found
 
@@ -164,7 +171,7 @@ def _executor_machine() -> Machine:
     return load_machine("executor")
 
 
-def _calls(rng: random.Random, ranks: int, deep: bool) -> list[Call]:
+def _calls(rng: random.Random, ranks: int, deep: bool, op: str) -> list[Call]:
     """Two to four calls, and often the first of them again at the end."""
     if deep:
         return [Call(DEEP_ROWS, 8, 8, 0, _options(rng, 1))]
@@ -175,8 +182,22 @@ def _calls(rng: random.Random, ranks: int, deep: bool) -> list[Call]:
         rows = 0 if kind < 0.08 else rng.choice(choice)
         k = DECLINED if kind > 0.95 else rng.choice(CONTRACTIONS)
         split_k = rng.choice((None, None, None, 1, 2, 4))
-        calls.append(Call(rows * ranks, rng.choice(FEATURES), k, data, _options(rng, split_k)))
+        n = rng.choice(FEATURES)
+        options: Any = _options(rng, split_k)
+        # What both ops push lands in the same memory.
+        if op == "gemm_rs" and (data == 0 or rng.random() < 0.6):
+            options = _scatter_options(rng, split_k)
+        calls.append(Call(rows * ranks, n, k, data, options))
     return [*calls, calls[0]] if rng.random() < 0.5 else calls
+
+
+def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
+    return GemmRsOptions(
+        policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
+        order=rng.choice(("band_major", "band_major", "row_major")),
+        reducers_per_peer=rng.choice((None, None, 1, 2, 3)),
+        split_k=split_k,
+    )
 
 
 def _options(rng: random.Random, split_k: int | None) -> AgGemmOptions:

@@ -19,7 +19,6 @@ from kosmos_core.worlds import World
 
 from kosmos_tpsp.cli.calls import Call, Operands, compare, same_bits
 from kosmos_tpsp.cli.rig import Meter, Rig
-from kosmos_tpsp.ops.ag_gemm import ag_gemm, describe_call
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # Bound of every wait where a rank is killed, in seconds of device time: the check waits for it.
@@ -106,7 +105,8 @@ class Trouble:
             call: (operands.x(call, rank), operands.w(call, rank)) for call in self._all_calls()
         }
         for call in self.calls:
-            compare(operands.product(call, rank).to(torch.bfloat16), operands.product(call, rank))
+            wanted = operands.product(call, rank)
+            compare(wanted.values.to(torch.bfloat16), wanted)
         workspace = rig.workspace(world)
 
         def make(call: Call, x: torch.Tensor | None = None) -> Outcome:
@@ -132,7 +132,8 @@ class Trouble:
             seen.problems.append("after reset: other bits than before")
         first = self.calls[0]
         x, w = operands.x(first, rank), operands.w(first, rank)
-        seen.transport = describe_call(x, w, workspace, first.options).plan.transport
+        described = first.driver.describe(x, w, workspace, first.options)
+        seen.transport = described.plan.transport
         workspace.destroy()
         return seen
 
@@ -182,7 +183,7 @@ class Trouble:
         if self.victim not in blamed:
             seen.problems.append(f"the error does not name rank {self.victim}: {error}")
         unnamed = "?" in (error.phase, error.flag) and self.kind != "bad_argument"
-        if "ag_gemm" not in error.op or unnamed:
+        if outcome.call.op not in error.op or unnamed:
             seen.problems.append(f"the error does not name operation, phase and flag: {error}")
         bound = (TIMEOUT_S if self.kind == "killed" else 0.0) + GRACE_S
         if outcome.seconds > bound:
@@ -193,7 +194,8 @@ class Trouble:
         missing = outcome.out.isnan()
         if not missing.any():
             seen.problems.append("the failed call left no NaN in its output")
-        _, problem = compare(torch.where(missing, product.to(torch.bfloat16), outcome.out), product)
+        exact = product.values.to(torch.bfloat16)
+        _, problem = compare(torch.where(missing, exact, outcome.out), product)
         if problem:
             seen.problems.append(f"the failed call left wrong values: {problem}")
 
@@ -211,17 +213,18 @@ class Trouble:
 
 def _make(call: Call, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace) -> Outcome:
     """Makes a call and waits for it."""
-    out = torch.zeros((call.m, call.n), dtype=torch.bfloat16, device=workspace.world.device)
-    begin = _seconds(workspace.world)
+    world = workspace.world
+    out = torch.zeros(call.out_shape(world.size), dtype=torch.bfloat16, device=world.device)
+    begin = _seconds(world)
     failed: KosmosError | None = None
     returned = False
     try:
-        ag_gemm(x, w, workspace, out=out, options=call.options)
+        call.driver.call(x, w, workspace, out=out, options=call.options)
         returned = True
         workspace.synchronize()
     except KosmosError as error:
         failed = error
-    return Outcome(call, out, failed, returned, _seconds(workspace.world) - begin)
+    return Outcome(call, out, failed, returned, _seconds(world) - begin)
 
 
 def _seconds(world: World) -> float:

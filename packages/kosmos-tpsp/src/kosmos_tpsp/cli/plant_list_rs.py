@@ -1,0 +1,120 @@
+"""Planted defects of `gemm_rs`; what it shares with `ag_gemm` is in `plant_list`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kosmos_core.device import roles
+
+from kosmos_tpsp.cli.plants import Plant
+from kosmos_tpsp.device import scatter
+from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
+
+# Three columns of tiles, twice: words and rows of the first call fit the second.
+WIDE = ((40, 72, 16),) * 3
+# The store of a tile and the line after it.
+STORE = "store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)\n        if ctx.WORLD > 1:"
+SMALL = ((24, 40, 16), (40, 40, 16), (24, 40, 16))
+
+
+def _plant(name: str, rule: str, what: str, *edits: tuple[Any, str, str], **more: Any) -> Plant:
+    shapes = more.pop("shapes", WIDE)
+    return Plant(f"rs_{name}", rule, what, edits, shapes=shapes, op="gemm_rs", **more)
+
+
+SCATTER_PLANTS = [
+    _plant(
+        "sent_before_start",
+        "start and end",
+        "partial sums are sent to a rank that may still read those of the call before",
+        (
+            scatter.hold_owner,
+            "start_hold(ctx, call, standing, owner, PHASE_BUILD)",
+            "Standing(standing.held | (1 << owner), standing.ok)",
+        ),
+    ),
+    _plant(
+        "arrival_gpu_scope",
+        "scope",
+        "a tile on a peer is counted in with scope gpu",
+        (scatter.send_tile, 'tile.tile_row, "sys"', 'tile.tile_row, "gpu"'),
+    ),
+    _plant(
+        "tile_counted_before_it_is_stored",
+        "publish",
+        "a tile is counted in at its owner before it is stored there",
+        (scatter.send_tile, STORE, "if ctx.WORLD > 1:"),
+        (
+            scatter.send_tile,
+            'tile.tile_row, "sys", ctx.TARGET)',
+            'tile.tile_row, "sys", ctx.TARGET)\n'
+            "        store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)",
+        ),
+    ),
+    _plant(
+        "fewer_tiles_awaited",
+        "consume",
+        "a tile row is added up when one column of its tiles is still missing",
+        (scatter.tiles_of_row, "* grid.columns", "* (grid.columns - 1)"),
+    ),
+    _plant(
+        "own_tiles_unawaited",
+        "consume",
+        "movers wait for what peers send, not for what their own builders do",
+        (scatter.await_arrivals, "range(ctx.WORLD)", "range(1, ctx.WORLD)"),
+    ),
+    _plant(
+        "next_row_unawaited",
+        "consume",
+        "a mover that has waited for a tile row takes the next one for granted",
+        (scatter.add_up, "if tile_row != ready:", "if tile_row > ready + 1:"),
+        shapes=((72, 40, 16),) * 2,
+    ),
+    _plant(
+        "slot_of_the_owner",
+        "consume",
+        "all ranks store into the same slot of an owner",
+        (scatter.send_tile, STORE, STORE.replace("call.rank", "owner")),
+        ranks=3,
+    ),
+    _plant(
+        "word_of_the_owner",
+        "consume",
+        "tiles are counted in as if their owner had sent them",
+        (scatter.send_tile, "call.rank * ctx.MAX_ROWS", "owner * ctx.MAX_ROWS"),
+    ),
+    _plant(
+        "other_set",
+        "epochs",
+        "tiles are counted into the words of the next call",
+        (
+            scatter.send_tile,
+            "call.parity * ctx.ARRIVAL_WORDS",
+            "(1 - call.parity) * ctx.ARRIVAL_WORDS",
+        ),
+    ),
+    _plant(
+        "movers_first",
+        "roles",
+        "the first workgroups to arrive add up, and builders find no room",
+        (
+            roles.is_mover_last,
+            "call.ticket >= tl.num_programs(0) - num_movers",
+            "call.ticket < num_movers",
+        ),
+        fixed={"slots": 1},
+    ),
+    _plant(
+        "built_and_gone",
+        "start and end",
+        "a launch that only builds ends before all that peers send has arrived",
+        (
+            gemm_rs_kernel,
+            "await_all_partials(ctx, call, standing, grid, CONFIG)",
+            "standing",
+        ),
+        choices={"policy": "serial"},
+        shapes=SMALL,
+        ranks=3,
+    ),
+]
