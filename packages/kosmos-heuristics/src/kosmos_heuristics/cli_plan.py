@@ -1,4 +1,4 @@
-"""``python -m kosmos_heuristics plan OP``: print a plan, and of TP operations the predicted time."""
+"""``python -m kosmos_heuristics plan OP``: print a plan, and of TP operations a predicted time."""
 
 from __future__ import annotations
 
