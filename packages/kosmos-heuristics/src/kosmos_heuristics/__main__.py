@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from kosmos_heuristics.cli_plan import plan
+from kosmos_heuristics.cli_validate import validate
 from kosmos_heuristics.errors import HeuristicsError
 
 
@@ -17,6 +18,7 @@ def cli() -> None:
 
 
 cli.add_command(plan)
+cli.add_command(validate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

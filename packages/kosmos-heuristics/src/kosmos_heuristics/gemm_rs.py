@@ -79,7 +79,9 @@ def plan_gemm_rs(
     draft.choose("order", order, "band_major", RS_ORDERS, why, "paper Table A.3")
     source = PUSH_SOURCE if machine.rule_set == "h200" else machine.source("transport")
     rule = f"the machine's: {machine.transport}"
-    way = draft.choose("transport", transport, machine.transport, TRANSPORTS, rule, source)
+    way = draft.choose(
+        "transport", transport, machine.transport, TRANSPORTS, rule, source, optional=True
+    )
 
     crew = crew_given(problem, policy, machine, reducers_per_peer, "reducers_per_peer")
     if crew is None:

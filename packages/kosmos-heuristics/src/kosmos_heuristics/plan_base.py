@@ -89,6 +89,8 @@ def check_field(name: str, value: object, choices: tuple[str, ...] | None = None
         check_int(PlanError, name, value, _COUNTS[name], FIX)
     elif name == "xcd_bucketing" and not isinstance(value, bool):
         raise PlanError(name, value, "a bool", FIX)
+    elif name == "rule" and not isinstance(value, str):
+        raise PlanError(name, value, "a text", FIX)
     if name in _MOST and isinstance(value, int) and value > _MOST[name]:
         raise PlanError(name, value, f"at most {_MOST[name]}", FIX)
 
