@@ -31,8 +31,8 @@ from kosmos_heuristics.reducers import (
 
 H200 = load_machine(Path(__file__).parent / "data" / "switched.json")
 PACKAGED = load_machine("h200")
-# A sketch of gemm_rs on two H200 GPUs, pushed: m, n, k, fused ms, NCCL then cuBLAS ms.
-SKETCH = [
+# A early gemm_rs kernel on two H200 GPUs, pushed: m, n, k, fused ms, NCCL then cuBLAS ms.
+EARLY = [
     (8192, 4096, 1792, 0.211, 0.328),
     (8192, 8192, 1024, 0.328, 0.505),
     (8192, 8192, 3584, 0.771, 0.965),
@@ -81,9 +81,9 @@ def test_reducers_keep_pace_with_the_builders():
     assert {PULLED_LEAST, 66} < crews["pull"]
 
 
-def test_crews_of_the_sketch_are_among_those_that_were_best():
+def test_crews_of_the_early_kernel_are_among_those_that_were_best():
     crews = []
-    for m, n, k, *_ in SKETCH:
+    for m, n, k, *_ in EARLY:
         plan = plan_gemm_rs(GemmRsProblem(m, n, k, 2), PACKAGED)
         assert plan.transport == "push"
         assert plan.max_movers == 132
@@ -105,13 +105,13 @@ def test_reducers_shrink_in_proportion(cap, crew):
 
 
 def test_pushed_is_predicted_faster_than_pulled():
-    for m, n, k, fused, serial in SKETCH:
+    for m, n, k, fused, serial in EARLY:
         problem = GemmRsProblem(m, n, k, 2)
         plan = plan_gemm_rs(problem, PACKAGED)
         predicted = estimate(problem, PACKAGED, plan)
         pulled = estimate(problem, PACKAGED, plan_gemm_rs(problem, PACKAGED, transport="pull"))
         assert predicted.time_ms < pulled.time_ms
-        # Nothing was fitted to these times; the sketch left per-call work out of its timing.
+        # Nothing was fitted to these times; that kernel left per-call work out of its timing.
         assert predicted.time_ms == pytest.approx(fused, rel=0.25)
         assert predicted.baseline_ms == pytest.approx(serial, rel=0.1)
         assert can_fuse(problem, PACKAGED, plan) is None
