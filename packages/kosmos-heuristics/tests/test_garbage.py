@@ -6,6 +6,7 @@ import random
 
 import pytest
 from kosmos_heuristics import (
+    AgGemmPairProblem,
     AgGemmProblem,
     BulkAgProblem,
     BulkRsProblem,
@@ -18,6 +19,7 @@ from kosmos_heuristics import (
     load_machine,
     machine_from_measurement,
     plan_ag_gemm,
+    plan_ag_gemm_pair,
     plan_bulk_ag,
     plan_bulk_rs,
     plan_gemm_rs,
@@ -37,10 +39,10 @@ MOE = {
     "--topk": "1",
 }
 COMMANDS = {
-    **dict.fromkeys(("ag_gemm", "gemm_rs", "bulk_ag", "bulk_rs"), TP),
+    **dict.fromkeys(("ag_gemm", "ag_gemm_pair", "gemm_rs", "bulk_ag", "bulk_rs"), TP),
     **dict.fromkeys(("moe_forward", "moe_backward"), MOE),
 }
-TOKENS = {"ag_gemm": "m", "gemm_rs": "m", "bulk_ag": "m", "bulk_rs": "k"}
+TOKENS = {"ag_gemm": "m", "ag_gemm_pair": "m", "gemm_rs": "m", "bulk_ag": "m", "bulk_rs": "k"}
 # Nothing of this is a size, a rate, a count or a name of anything.
 NEVER = (None, "", "x", [], [1], {}, {"a": 1}, -1, -0.5, float("nan"), float("inf"), 1e300)
 NEVER_A_TEXT = (None, 3, [], {}, -1, float("nan"))
@@ -238,6 +240,7 @@ def test_impossible_splits_are_refused_by_name(capsys):
 
 KINDS = {
     AgGemmProblem: (plan_ag_gemm,),
+    AgGemmPairProblem: (plan_ag_gemm_pair,),
     GemmRsProblem: (plan_gemm_rs,),
     BulkAgProblem: (plan_bulk_ag,),
     BulkRsProblem: (plan_bulk_rs,),
@@ -251,12 +254,12 @@ def test_garbage_sizes_are_refused_by_name(kind):
         names = ("tokens", "hidden", "inter", "experts", "topk", "world_size")
     else:
         names = ("m", "n", "k", "world_size")
-    good = {**dict.fromkeys(names, 64), "world_size": 8}
+    good = {**dict.fromkeys(names, 256), "world_size": 8}
     if kind is MoeProblem:
         good["topk"] = 2
     kind(**good)
     for name in (*names, "dtype"):
-        for value in (*NEVER, True, 2.0, "64", 1 << 40, 10**5000):
+        for value in (*NEVER, True, 2.0, "256", 1 << 40, 10**5000):
             with pytest.raises(ProblemError) as caught:
                 kind(**{**good, name: value})
             assert str(caught.value).startswith(f"{name}: got ")
@@ -265,7 +268,7 @@ def test_garbage_sizes_are_refused_by_name(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_garbage_for_a_planner_is_refused_by_name(kind):
-    sizes = {"m": 64, "n": 64, "k": 64}
+    sizes = {"m": 256, "n": 64, "k": 64}
     if kind is MoeProblem:
         sizes = {"tokens": 64, "hidden": 64, "inter": 64, "experts": 64, "topk": 2}
     problem = kind(**sizes, world_size=8)

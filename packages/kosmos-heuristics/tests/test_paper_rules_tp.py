@@ -4,12 +4,17 @@ import dataclasses
 
 import pytest
 from kosmos_heuristics import (
+    AgGemmPairProblem,
     AgGemmProblem,
     BulkAgProblem,
     BulkRsProblem,
     GemmRsProblem,
+    ProblemError,
+    can_fuse,
+    estimate,
     load_machine,
     plan_ag_gemm,
+    plan_ag_gemm_pair,
     plan_bulk_ag,
     plan_bulk_rs,
     plan_gemm_rs,
@@ -268,3 +273,61 @@ def test_the_paper_pulls(machine):
     assert plan_gemm_rs(GemmRsProblem(8192, 4096, 512, 8), machine).transport == "pull"
     assert plan_bulk_ag(BulkAgProblem(8192, 4096, 512, 8), machine).transport == "pull"
     assert plan_bulk_rs(BulkRsProblem(512, 4096, 8192, 8), machine).transport == "pull"
+
+
+# Paper Table C.7, MXFP8: 8B-OProj and 405B-Down, m, n, k, KOSMOS ms.
+PAIRS = [
+    (8192, 512, 4096, 0.238),
+    (65536, 512, 4096, 1.395),
+    (8192, 6656, 16384, 1.840),
+    (65536, 6656, 16384, 17.485),
+]
+
+
+def test_the_pair_gathers_and_multiplies_twice(machine):
+    pair = AgGemmPairProblem(8192, 1792, 4096, 8)
+    single = AgGemmProblem(8192, 1792, 4096, 8, "nn", "mxfp8")
+    assert pair.data_gradient == dataclasses.replace(single, keep_gathered=False)
+    assert pair.remote_bytes == 2 * single.remote_bytes
+    assert pair.flops == 2 * single.flops
+    plan = plan_ag_gemm_pair(pair, machine)
+    assert "B.3 row 2: MXFP8" in plan.rule
+    assert (plan.movers_per_peer, plan.split_k) == (8, 1)
+    assert plan.xcd_bucketing
+    assert str(plan).startswith("ag_gemm_pair cap=256 movers_per_peer=8 ")
+    # Few tiles on a machine whose rules would split those of one GEMM.
+    h200, few = load_machine("h200"), {"m": 512, "n": 512, "k": 8192, "world_size": 2}
+    split = plan_ag_gemm(AgGemmProblem(**few, layout="nn", dtype="mxfp8"), h200)
+    assert (split.split_k, plan_ag_gemm_pair(AgGemmPairProblem(**few), h200).split_k) == (4, 1)
+
+
+def test_predicted_times_of_the_pair():
+    machine = MACHINES[0]
+    for m, n, k, measured in PAIRS:
+        problem = AgGemmPairProblem(m, n, k, 8)
+        plan = plan_ag_gemm_pair(problem, machine)
+        assert estimate(problem, machine, plan).time_ms == pytest.approx(measured, rel=0.2)
+        assert can_fuse(problem, machine, plan) is None
+        one_way, fixed, serial = (
+            estimate(problem, machine, plan_ag_gemm_pair(problem, machine, policy=policy)).time_ms
+            for policy in ("one_way", "fixed", "serial")
+        )
+        assert one_way < min(fixed, serial)
+    alone = AgGemmPairProblem(8192, 512, 4096, 1)
+    assert estimate(alone, machine, plan_ag_gemm_pair(alone, machine)).bytes_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dtype": "bf16"}, "dtype"),
+        ({"layout": "tn"}, "layout"),
+        ({"m": 8 * 48}, "m"),
+        ({"k": 48}, "k"),
+        ({"keep_gathered": True}, "keep_gathered"),
+    ],
+)
+def test_bad_pairs_are_named(changes, named):
+    good = {"m": 8192, "n": 512, "k": 4096, "world_size": 8}
+    with pytest.raises(ProblemError, match=f"^{named}: got "):
+        AgGemmPairProblem(**{**good, **changes})

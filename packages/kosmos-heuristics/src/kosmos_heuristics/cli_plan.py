@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kosmos_heuristics.ag_gemm import plan_ag_gemm
+from kosmos_heuristics.ag_gemm import plan_ag_gemm, plan_ag_gemm_pair
 from kosmos_heuristics.bulk_plans import plan_bulk_ag, plan_bulk_rs
 from kosmos_heuristics.estimate import can_fuse, estimate
 from kosmos_heuristics.explain import Reason
@@ -24,6 +24,7 @@ from kosmos_heuristics.moe_problem import MoeProblem
 from kosmos_heuristics.plan_base import PlanBase
 from kosmos_heuristics.problems import (
     DTYPES,
+    AgGemmPairProblem,
     AgGemmProblem,
     BulkAgProblem,
     BulkRsProblem,
@@ -69,6 +70,13 @@ OPS = {
         ("dtype", "layout", "keep_gathered"),
         ("cap", "transport", "policy", "order", "movers_per_peer", "split_k"),
     ),
+    "ag_gemm_pair": Op(
+        AgGemmPairProblem,
+        plan_ag_gemm_pair,
+        TP_SIZES,
+        ("dtype",),
+        ("cap", "transport", "policy", "order", "movers_per_peer"),
+    ),
     "gemm_rs": Op(
         GemmRsProblem,
         plan_gemm_rs,
@@ -110,7 +118,7 @@ BY_RULES = "[default: by the rules]"
 @click.option("--experts", type=int, help="MoE: experts over all ranks.")
 @click.option("--topk", type=int, help="MoE: experts that a token chooses.")
 @click.option("--layout", help="ag_gemm: tn or nn.  [default: tn]")
-@click.option("--dtype", help=" or ".join(DTYPES) + ".  [default: bf16]")
+@click.option("--dtype", help=" or ".join(DTYPES) + ".  [default: bf16, ag_gemm_pair: mxfp8]")
 @click.option("--cap", type=int, help="Most WGs in the grid.  [default: all resident]")
 @click.option("--transport", type=click.Choice(TRANSPORTS), help=BY_RULES)
 @click.option(
@@ -130,8 +138,8 @@ BY_RULES = "[default: by the rules]"
 def plan(op: str, machine: str, as_json: bool, explain: bool, **options: Any) -> None:
     """Print the plan of OP, its predicted time (TP), and whether it would be fused.
 
-    OP is ag_gemm, gemm_rs, bulk_ag or bulk_rs, with --tp --m --n --k; or moe_forward or
-    moe_backward, with --ep --tokens --hidden --inter --experts --topk.
+    OP is ag_gemm, ag_gemm_pair (MXFP8), gemm_rs, bulk_ag or bulk_rs, with --tp --m --n --k; or
+    moe_forward or moe_backward, with --ep --tokens --hidden --inter --experts --topk.
     """
     chosen_op = OPS[op]
     given = {name: value for name, value in options.items() if value is not None}

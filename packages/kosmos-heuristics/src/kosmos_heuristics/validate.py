@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kosmos_heuristics.ag_gemm import plan_ag_gemm
+from kosmos_heuristics.ag_gemm import plan_ag_gemm, plan_ag_gemm_pair
 from kosmos_heuristics.bulk_plans import plan_bulk_ag, plan_bulk_rs
 from kosmos_heuristics.checks import check_number
 from kosmos_heuristics.errors import HeuristicsError, ValidationError
@@ -17,8 +17,9 @@ from kosmos_heuristics.estimate import can_fuse, estimate
 from kosmos_heuristics.gemm_rs import plan_gemm_rs
 from kosmos_heuristics.load import load_machine
 from kosmos_heuristics.machine import Machine
-from kosmos_heuristics.plans import AgGemmPlan
+from kosmos_heuristics.plans import AgGemmPairPlan, AgGemmPlan
 from kosmos_heuristics.problems import (
+    AgGemmPairProblem,
     AgGemmProblem,
     BulkAgProblem,
     BulkRsProblem,
@@ -36,6 +37,7 @@ UNFUSED = "nccl_cublas"
 _FIX = "pass the JSON of a benchmark of this version"
 _OPS: dict[str, tuple[type[TpProblem], type[TpPlan], Callable[..., TpPlan]]] = {
     "ag_gemm": (AgGemmProblem, AgGemmPlan, plan_ag_gemm),
+    "ag_gemm_pair": (AgGemmPairProblem, AgGemmPairPlan, plan_ag_gemm_pair),
     "gemm_rs": (GemmRsProblem, GemmRsPlan, plan_gemm_rs),
     "bulk_ag": (BulkAgProblem, BulkAgPlan, plan_bulk_ag),
     "bulk_rs": (BulkRsProblem, BulkRsPlan, plan_bulk_rs),
