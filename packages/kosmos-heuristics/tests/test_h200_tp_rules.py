@@ -96,6 +96,8 @@ def test_crews_of_the_early_kernel_are_among_those_that_were_best():
         for k in (1024, 3584, 16384)
     ]
     assert pulled == [44, 13, 8]
+    every = plan_gemm_rs(GemmRsProblem(8192, 4096, 1024, 2), PACKAGED, transport="pull")
+    assert every.max_movers == 132
 
 
 @pytest.mark.parametrize(("cap", "crew"), [(132, 16), (66, 8), (33, 4), (12, 1)])

@@ -8,6 +8,7 @@ from kosmos_heuristics import (
     MACHINE_NAMES,
     MoeProblem,
     PlanError,
+    ProblemError,
     load_machine,
     plan_moe_backward,
     plan_moe_forward,
@@ -345,3 +346,22 @@ def test_overrides_are_taken_and_explained(machine):
     for line in plan.explain().splitlines():
         if line.startswith(("dispatch_crew", "burst_depth")):
             assert "given by the caller" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        *(({"topk": 17}, "topk"), ({"topk": 5, "experts": 4}, "topk"), ({"topk": 0}, "topk")),
+        *(
+            ({"experts": 6}, "experts"),
+            ({"world_size": 9}, "world_size"),
+            ({"hidden": 0}, "hidden"),
+        ),
+        ({"inter": 40, "dtype": "mxfp8"}, "inter"),
+        ({"tokens": -1}, "tokens"),
+    ],
+)
+def test_bad_problems_are_named(changes, named):
+    good = {"tokens": 8, "hidden": 64, "inter": 64, "experts": 64, "topk": 4, "world_size": 4}
+    with pytest.raises(ProblemError, match=f"^{named}: got "):
+        MoeProblem(**{**good, **changes})

@@ -331,3 +331,28 @@ def test_bad_pairs_are_named(changes, named):
     good = {"m": 8192, "n": 512, "k": 4096, "world_size": 8}
     with pytest.raises(ProblemError, match=f"^{named}: got "):
         AgGemmPairProblem(**{**good, **changes})
+
+
+# Paper Tables C.5, C.9 and C.11, BF16: sizes, KOSMOS ms, RCCL then hipBLASLt ms. Of each table one
+# shape that the GEMM decides and two that the bytes do. Nothing was fitted to them.
+CELLS = [
+    (GemmRsProblem, plan_gemm_rs, (8192, 16384, 6656), 1.703, 2.015),
+    (GemmRsProblem, plan_gemm_rs, (32768, 8192, 1024), 1.446, 1.886),
+    (GemmRsProblem, plan_gemm_rs, (65536, 4096, 512), 1.367, 1.704),
+    (BulkAgProblem, plan_bulk_ag, (8192, 16384, 13312), 3.386, 3.794),
+    (BulkAgProblem, plan_bulk_ag, (32768, 8192, 1280), 1.218, 1.920),
+    (BulkAgProblem, plan_bulk_ag, (65536, 4096, 768), 1.242, 1.751),
+    (BulkRsProblem, plan_bulk_rs, (13312, 16384, 8192), 3.256, 3.971),
+    (BulkRsProblem, plan_bulk_rs, (1280, 8192, 32768), 1.195, 1.922),
+    (BulkRsProblem, plan_bulk_rs, (768, 4096, 65536), 1.226, 1.736),
+]
+
+
+@pytest.mark.parametrize(("kind", "planner", "sizes", "fused", "unfused"), CELLS)
+def test_predicted_times_of_some_cells(kind, planner, sizes, fused, unfused):
+    problem = kind(*sizes, 8)
+    plan = planner(problem, MACHINES[0])
+    predicted = estimate(problem, MACHINES[0], plan)
+    assert predicted.time_ms == pytest.approx(fused, rel=0.2)
+    assert predicted.baseline_ms == pytest.approx(unfused, rel=0.2)
+    assert can_fuse(problem, MACHINES[0], plan) is None
