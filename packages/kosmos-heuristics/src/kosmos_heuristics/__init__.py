@@ -7,7 +7,7 @@ would lose.
 
 from importlib.metadata import PackageNotFoundError, version
 
-from kosmos_heuristics.ag_gemm import plan_ag_gemm
+from kosmos_heuristics.ag_gemm import plan_ag_gemm, plan_ag_gemm_pair
 from kosmos_heuristics.bulk_plans import plan_bulk_ag, plan_bulk_rs
 from kosmos_heuristics.curves import machine_from_measurement
 from kosmos_heuristics.errors import HeuristicsError, MachineError, PlanError, ProblemError
@@ -21,8 +21,9 @@ from kosmos_heuristics.moe_plans import MoeBackwardPlan, MoeForwardPlan, MoePlan
 from kosmos_heuristics.moe_problem import MoeProblem
 from kosmos_heuristics.packaged import MACHINE_NAMES
 from kosmos_heuristics.parts import Curve, TileShape
-from kosmos_heuristics.plans import AgGemmPlan
+from kosmos_heuristics.plans import AgGemmPairPlan, AgGemmPlan
 from kosmos_heuristics.problems import (
+    AgGemmPairProblem,
     AgGemmProblem,
     BulkAgProblem,
     BulkRsProblem,
@@ -33,6 +34,8 @@ from kosmos_heuristics.tp_plans import BulkAgPlan, BulkRsPlan, GemmRsPlan
 
 __all__ = [
     "MACHINE_NAMES",
+    "AgGemmPairPlan",
+    "AgGemmPairProblem",
     "AgGemmPlan",
     "AgGemmProblem",
     "BulkAgPlan",
@@ -62,6 +65,7 @@ __all__ = [
     "load_machine",
     "machine_from_measurement",
     "plan_ag_gemm",
+    "plan_ag_gemm_pair",
     "plan_bulk_ag",
     "plan_bulk_rs",
     "plan_gemm_rs",

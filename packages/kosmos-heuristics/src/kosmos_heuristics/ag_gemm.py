@@ -11,8 +11,15 @@ from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.explain import Reason, given
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.movers import FIXED_MOVERS_PER_PEER, MoverChoice, ag_gemm_movers
-from kosmos_heuristics.plans import MAX_COPY_DEPTH, ORDERS, POLICIES, AgGemmPlan, check_field
-from kosmos_heuristics.problems import AgGemmProblem
+from kosmos_heuristics.plans import (
+    MAX_COPY_DEPTH,
+    ORDERS,
+    POLICIES,
+    AgGemmPairPlan,
+    AgGemmPlan,
+    check_field,
+)
+from kosmos_heuristics.problems import AgGemmPairProblem, AgGemmProblem
 from kosmos_heuristics.tiles import (
     RULES_SOURCE,
     choose_claim_run,
@@ -173,6 +180,34 @@ def plan_ag_gemm(
         reasons=tuple(final),
         **chosen,
     )
+
+
+def plan_ag_gemm_pair(
+    problem: AgGemmPairProblem,
+    machine: Machine,
+    *,
+    cap: int | None = None,
+    transport: str | None = None,
+    policy: str = "one_way",
+    order: str = "local_first",
+    movers_per_peer: int | None = None,
+    **overrides: int,
+) -> AgGemmPairPlan:
+    """Plan one ``ag_gemm_pair`` call: as ``ag_gemm`` with both copies' bytes and both GEMMs' work.
+
+    Arguments and errors as for ``plan_ag_gemm``; tiles are not split.
+    """
+    plan = plan_ag_gemm(
+        problem,
+        machine,
+        cap=cap,
+        transport=transport,
+        policy=policy,
+        order=order,
+        movers_per_peer=movers_per_peer,
+        **overrides,
+    )
+    return AgGemmPairPlan(**vars(plan))
 
 
 def _choose_transport(machine: Machine, transport: str | None) -> tuple[str, Reason]:

@@ -79,7 +79,9 @@ def plan_bulk_ag(
     grid = draft.set_cap(cap)
     draft.set_policy(policy)
     rule, source = f"the machine's: {machine.transport}", machine.source("transport")
-    way = draft.choose("transport", transport, machine.transport, TRANSPORTS, rule, source)
+    way = draft.choose(
+        "transport", transport, machine.transport, TRANSPORTS, rule, source, optional=True
+    )
     crew = crew_given(problem, policy, machine, movers_per_peer, "movers_per_peer")
     if crew is None:
         crew = bulk_ag_movers(problem, machine, way)
@@ -123,7 +125,7 @@ def plan_bulk_rs(
     grid = draft.set_cap(cap)
     draft.set_policy(policy)
     rule = "pulled: the input is complete before the call"
-    draft.choose("transport", None, "pull", TRANSPORTS, rule, "paper section 3.2.3")
+    draft.set("transport", "pull", rule, "paper section 3.2.3")
     crew = crew_given(problem, policy, machine, reducers_per_peer, "reducers_per_peer")
     if crew is None:
         crew = bulk_rs_reducers(problem, machine, grid)

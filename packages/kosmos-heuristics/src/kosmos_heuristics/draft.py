@@ -61,9 +61,11 @@ class Draft:
         choices: tuple[str, ...],
         rule: str,
         source: str,
+        *,
+        optional: bool = False,
     ) -> str:
-        """Set a field to the caller's choice, or to the default where the caller has none."""
-        if value is not None:
+        """Set a field to the caller's choice, or to the default; None only where it is optional."""
+        if value is not None or not optional:
             check_choice(PlanError, name, value, choices, f"choose a {name}")
         if value is None or value == default:
             self.values[name], self._reasons[name] = default, Reason(name, rule, source)

@@ -5,6 +5,17 @@ Every message names the argument, what it got, what it wanted and the remedy, in
 
 from __future__ import annotations
 
+MOST_SHOWN = 80
+
+
+def _shown(got: object) -> str:
+    """``repr`` in one line, shortened when long; the type where there is no ``repr``."""
+    try:
+        shown = " ".join(repr(got).split())
+    except (ValueError, RecursionError):  # thousands of digits, or of nested lists
+        shown = f"a value of type {type(got).__name__}"
+    return shown if len(shown) <= MOST_SHOWN else shown[: MOST_SHOWN - 3] + "..."
+
 
 class HeuristicsError(ValueError):
     """Base of all errors raised for bad input of this package.
@@ -17,10 +28,7 @@ class HeuristicsError(ValueError):
     """
 
     def __init__(self, argument: str, got: object, wanted: str, remedy: str) -> None:
-        shown = " ".join(repr(got).split())
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{argument}: got {shown}, wanted {wanted}; {remedy}")
+        super().__init__(f"{argument}: got {_shown(got)}, wanted {wanted}; {remedy}")
         self.argument = argument
         self.got = got
         self.wanted = wanted
@@ -37,3 +45,7 @@ class MachineError(HeuristicsError):
 
 class PlanError(HeuristicsError):
     """A plan field outside what the kernels accept, such as a cap below 2."""
+
+
+class ValidationError(HeuristicsError):
+    """Measured times that cannot be read, or none at all."""

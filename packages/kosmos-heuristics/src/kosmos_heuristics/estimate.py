@@ -14,14 +14,20 @@ from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.estimate_tp import bulk_ms, gemm_rs_ms, partials_bytes
 from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.plans import AgGemmPlan
-from kosmos_heuristics.problems import AgGemmProblem, GemmRsProblem, TpProblem
+from kosmos_heuristics.problems import (
+    AgGemmPairProblem,
+    AgGemmProblem,
+    BulkRsProblem,
+    GemmRsProblem,
+    TpProblem,
+)
 from kosmos_heuristics.tile_time import TileQueueTime
 from kosmos_heuristics.tp_plans import BulkRsPlan, GemmRsPlan, TpPlan
 
 # Descriptors and vector loads need rows that start on 16 bytes.
 ROW_ALIGN_BYTES = 16
 # Sizes that are the length of some operand's rows.
-ROWS = {"ag_gemm": "kn", "gemm_rs": "kn", "bulk_ag": "kn", "bulk_rs": "mn"}
+ROWS = {"ag_gemm": "kn", "ag_gemm_pair": "kn", "gemm_rs": "kn", "bulk_ag": "kn", "bulk_rs": "mn"}
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,9 @@ def _vendor_gemm_ms(problem: TpProblem, machine: Machine, cap: int) -> float:
     share = machine.tflops.at(cap) / machine.tflops.at(machine.num_wgs)
     rate = share * machine.baseline.tflops * machine.dtype_ratio(problem.dtype)
     compute_ms = problem.flops / (rate * 1e9)
-    return max(_operands_ms(problem, machine), compute_ms) + machine.baseline.gemm_us * 1e-3
+    launches = 2 if isinstance(problem, AgGemmPairProblem) else 1
+    launch_ms = launches * machine.baseline.gemm_us * 1e-3
+    return max(_operands_ms(problem, machine), compute_ms) + launch_ms
 
 
 def _vendor_collective_ms(problem: TpProblem, machine: Machine) -> float:
@@ -139,14 +147,19 @@ def _vendor_collective_ms(problem: TpProblem, machine: Machine) -> float:
     # On a mesh the collective, too, has one link per peer.
     share = 1.0 if machine.topology == "switch" else problem.num_peers / machine.curve_peers
     rate = share * machine.baseline.collective_gbps
-    return problem.remote_bytes / (rate * 1e6) + machine.baseline.collective_us * 1e-3
+    collectives = 2 if isinstance(problem, AgGemmPairProblem) else 1
+    fixed_ms = collectives * machine.baseline.collective_us * 1e-3
+    return problem.remote_bytes / (rate * 1e6) + fixed_ms
 
 
 def _fused_ms(problem: TpProblem, machine: Machine, plan: TpPlan) -> float:
     fixed_ms = machine.launch_us * 1e-3
     if isinstance(problem, AgGemmProblem) and isinstance(plan, AgGemmPlan):
         fixed_ms += _copies_ms(problem, machine, plan)
-        overlapped = _overlapped_ms(problem, machine, plan)
+        if isinstance(problem, AgGemmPairProblem):
+            overlapped = _pair_ms(problem, machine, plan)
+        else:
+            overlapped = _overlapped_ms(problem, machine, plan)
     else:
         fixed_ms += 2 * partials_bytes(problem, plan) / (machine.hbm_gbps * 1e6)
         if isinstance(problem, GemmRsProblem) and isinstance(plan, GemmRsPlan):
@@ -177,6 +190,23 @@ def _overlapped_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -
     drain_ms = left * queue.total_ms(late) + 0.5 * queue.last_ms(late / 2)
     busy = min(left * queue.units, late)
     return gather_ms + max(queue.last_ms(busy), drain_ms)
+
+
+def _pair_ms(problem: AgGemmPairProblem, machine: Machine, plan: AgGemmPlan) -> float:
+    """The data gradient beside the gather, then the weight gradient, which needs all of it.
+
+    A few long tiles of the weight gradient do not idle the others: they take tokens as they arrive,
+    so theirs is the time of as much work spread over all WGs.
+    """
+    first_ms = _overlapped_ms(problem.data_gradient, machine, plan)
+    if problem.num_peers:
+        crew = plan.cap if plan.policy == "serial" else plan.num_movers
+        rate = machine.gbps(plan.transport, crew, problem.num_peers)
+        first_ms = max(first_ms, problem.remote_bytes / (rate * 1e6))
+    # The weight gradient's tokens are its contraction, as in bulk_rs.
+    gradient = BulkRsProblem(problem.k, problem.n, problem.m, problem.world_size, dtype="mxfp8")
+    late = plan.cap - plan.num_movers if plan.policy == "fixed" else plan.cap
+    return first_ms + TileQueueTime(gradient, machine, plan).total_ms(late)
 
 
 def _copies_ms(problem: AgGemmProblem, machine: Machine, plan: AgGemmPlan) -> float:

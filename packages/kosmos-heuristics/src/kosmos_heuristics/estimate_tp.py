@@ -63,7 +63,8 @@ def bulk_ms(problem: TpProblem, machine: Machine, plan: TpPlan) -> float:
     if plan.policy == "serial":
         return moved_ms(problem.remote_bytes, plan.cap) + queue.from_start_ms(plan.cap)
     builders = plan.cap - plan.num_movers
-    move_ms, build_ms = moved_ms(problem.remote_bytes, plan.num_movers), queue.total_ms(builders)
+    move_ms = moved_ms(problem.remote_bytes, plan.num_movers)
+    build_ms = max(queue.total_ms(builders), queue.last_ms(min(queue.units, builders)))
     drain_ms = 0.5 * queue.last_ms(builders)
     if plan.policy == "fixed":
         return max(move_ms, build_ms + drain_ms)

@@ -30,6 +30,8 @@ def load_machine(source: str | Path | Mapping[str, object] | Machine) -> Machine
         return source
     if isinstance(source, Mapping):
         return _from_data(source)
+    if not isinstance(source, (str, Path)):
+        raise MachineError("machine", source, "a name, a path or data", "pass one of them")
     if isinstance(source, str) and source.lower() in MACHINE_NAMES:
         return packaged_machine(source.lower())
     return _from_data(_read_json(Path(source)))

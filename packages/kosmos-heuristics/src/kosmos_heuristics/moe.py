@@ -19,7 +19,7 @@ from kosmos_heuristics.moe_crews import (
 )
 from kosmos_heuristics.moe_plans import MoeBackwardPlan, MoeForwardPlan
 from kosmos_heuristics.moe_problem import MoeProblem
-from kosmos_heuristics.plan_base import MOE_SWITCHING, PUSH_ORDERS
+from kosmos_heuristics.plan_base import MOE_POLICIES, PUSH_ORDERS
 
 OVERRIDES = (
     *TILE_FIELDS,
@@ -40,7 +40,7 @@ def plan_moe_forward(
     cap: int | None = None,
     smallest_cap: int | None = None,
     transport: str = "push",
-    switching: str = "two_way",
+    policy: str = "two_way",
     order: str = "destination_minor",
     **overrides: int,
 ) -> MoeForwardPlan:
@@ -54,7 +54,7 @@ def plan_moe_forward(
         smallest_cap: The smallest cap of any rank, to which the dispatch crew is fitted on all
             ranks; None means that all ranks have this one's.
         transport: ``push`` or ``pull``.
-        switching: Policy of the combine, one of ``MOE_SWITCHING``.
+        policy: Switching of the combine, one of ``MOE_POLICIES``.
         order: Order of the push lists, ``destination_minor`` or ``destination_major``.
         **overrides: Any of ``OVERRIDES``, taken as given and validated.
 
@@ -70,7 +70,7 @@ def plan_moe_forward(
     dispatch = forward_dispatch(problem, machine, column_input)
     combine = forward_combine(machine, grid)
     _set_crews(draft, dispatch, combine, grid, smallest_cap)
-    _set_rest(draft, problem, transport, switching, order)
+    _set_rest(draft, problem, transport, policy, order)
     return MoeForwardPlan(**draft.finish())
 
 
@@ -81,7 +81,7 @@ def plan_moe_backward(
     cap: int | None = None,
     smallest_cap: int | None = None,
     transport: str = "push",
-    switching: str = "two_way",
+    policy: str = "two_way",
     order: str = "destination_minor",
     **overrides: int,
 ) -> MoeBackwardPlan:
@@ -92,7 +92,7 @@ def plan_moe_backward(
     dispatch = backward_dispatch(problem, machine, column_input)
     combine = backward_combine(problem, machine)
     _set_crews(draft, dispatch, combine, grid, smallest_cap)
-    _set_rest(draft, problem, transport, switching, order)
+    _set_rest(draft, problem, transport, policy, order)
     return MoeBackwardPlan(**draft.finish())
 
 
@@ -136,9 +136,7 @@ def _set_crews(
     draft.values["rule"] = " | ".join(rules)
 
 
-def _set_rest(
-    draft: Draft, problem: MoeProblem, transport: str, switching: str, order: str
-) -> None:
+def _set_rest(draft: Draft, problem: MoeProblem, transport: str, policy: str, order: str) -> None:
     machine = draft.machine
     depth, reason = choose_burst_depth(problem, machine)
     draft.set("burst_depth", depth, reason.rule, reason.source)
@@ -153,7 +151,7 @@ def _set_rest(
     pushed = "push: slightly faster than pull at EP 8"
     draft.choose("transport", transport, "push", TRANSPORTS, pushed, "paper Table A.7")
     two_way = "combine traffic is interleaved with the GEMMs"
-    draft.choose("switching", switching, "two_way", MOE_SWITCHING, two_way, "paper Table 2")
+    draft.choose("policy", policy, "two_way", MOE_POLICIES, two_way, "paper Table 2")
     minor = "consecutive movers push to different GPUs"
     draft.choose(
         "order", order, "destination_minor", PUSH_ORDERS, minor, "paper section 3.3.1, Table 1"

@@ -44,7 +44,7 @@ H200_BACKWARD_COMBINE_LEAST = 24
 
 _EXTRAPOLATED = f"form of Table B.3, this machine's rates; not measured (extrapolated, {DECISION})"
 _MEASURED_FORWARD = (
-    "sketch of the forward on 2 H200 GPUs: 16 to 48 dispatchers and 32 to 128 dual-role movers "
+    "early forward kernel on 2 H200 GPUs: 16 to 48 dispatchers and 32 to 128 dual-role movers "
     f"within 3 % but for the narrowest experts ({DECISION})"
 )
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.explain import Reason
-from kosmos_heuristics.plan_base import FIX, PUSH_ORDERS, PlanBase
+from kosmos_heuristics.plan_base import FIX, MOE_POLICIES, PUSH_ORDERS, PlanBase
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MoePlan(PlanBase):
         xcd_bucketing: Whether the tile queue is bucketed by XCD.
         num_xcds: XCDs to bucket by, 1 when ``xcd_bucketing`` is off.
         transport: ``push`` or ``pull``.
-        switching: ``two_way``, ``dedicated_combine``, ``planned_split``, ``fixed`` or ``serial``.
+        policy: ``two_way``, ``dedicated_combine``, ``planned_split``, ``fixed`` or ``serial``.
         order: ``destination_minor`` or ``destination_major``, the order of the push lists.
         rule: The rules that set the crews.
         reasons: Rule and source of every field; not part of equality.
@@ -57,12 +57,13 @@ class MoePlan(PlanBase):
     xcd_bucketing: bool
     num_xcds: int
     transport: str
-    switching: str
+    policy: str
     order: str
     rule: str
     reasons: tuple[Reason, ...] = field(default=(), compare=False, repr=False)
 
     OP_ORDERS: ClassVar[tuple[str, ...]] = PUSH_ORDERS
+    OP_POLICIES: ClassVar[tuple[str, ...]] = MOE_POLICIES
 
     def __post_init__(self) -> None:
         self.check_fields()

@@ -9,6 +9,17 @@ from kosmos_heuristics.checks import check_int, check_number, check_power_of_two
 from kosmos_heuristics.errors import MachineError
 
 FIX = "correct the machine file"
+# Of a WG count: far above any GPU's.
+MAX_DIGITS = 6
+
+
+def _wg_count(key: object) -> int:
+    """The WG count that a key of a curve holds, 0 if it holds none."""
+    if isinstance(key, str) and len(key) <= MAX_DIGITS and key.isascii() and key.isdigit():
+        return int(key)
+    if isinstance(key, int) and not isinstance(key, bool) and 0 < key < 10**MAX_DIGITS:
+        return key
+    return 0
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,12 @@ class Curve:
             raise MachineError(name, data, "an object of WG count to value, not empty", FIX)
         points: dict[int, float] = {}
         for key, value in data.items():
-            text = str(key)
-            if isinstance(key, bool) or not (text.isascii() and text.isdigit()) or int(text) < 1:
+            wgs = _wg_count(key)
+            if wgs < 1:
                 raise MachineError(f"{name} key", key, "a WG count of at least 1", FIX)
-            if int(text) in points:
+            if wgs in points:
                 raise MachineError(f"{name} key", key, "each WG count once", FIX)
-            points[int(text)] = check_number(MachineError, f"{name}[{text}]", value, FIX)
+            points[wgs] = check_number(MachineError, f"{name}[{wgs}]", value, FIX)
         return cls(tuple(sorted(points.items())))
 
     def to_mapping(self) -> dict[str, float]:

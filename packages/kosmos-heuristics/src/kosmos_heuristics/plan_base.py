@@ -14,7 +14,7 @@ from kosmos_heuristics.machine import TRANSPORTS
 POLICIES = ("one_way", "two_way", "fixed", "serial")
 ORDERS = ("local_first", "chunk_major", "naive")
 RS_ORDERS = ("band_major", "row_major")
-MOE_SWITCHING = ("two_way", "dedicated_combine", "planned_split", "fixed", "serial")
+MOE_POLICIES = ("two_way", "dedicated_combine", "planned_split", "fixed", "serial")
 PUSH_ORDERS = ("destination_minor", "destination_major")
 COLUMN_INPUTS = ("none", "forward", "backward")
 # A mover's copy loop is written for at most so many steps in flight beyond the one it stores.
@@ -43,7 +43,6 @@ _CHOICES = {
     "transport": TRANSPORTS,
     "policy": POLICIES,
     "order": ORDERS,
-    "switching": MOE_SWITCHING,
     "column_input": COLUMN_INPUTS,
 }
 _COUNTS = {
@@ -90,6 +89,8 @@ def check_field(name: str, value: object, choices: tuple[str, ...] | None = None
         check_int(PlanError, name, value, _COUNTS[name], FIX)
     elif name == "xcd_bucketing" and not isinstance(value, bool):
         raise PlanError(name, value, "a bool", FIX)
+    elif name == "rule" and not isinstance(value, str):
+        raise PlanError(name, value, "a text", FIX)
     if name in _MOST and isinstance(value, int) and value > _MOST[name]:
         raise PlanError(name, value, f"at most {_MOST[name]}", FIX)
 
@@ -104,15 +105,16 @@ class PlanBase:
 
     OP: ClassVar[str]
     OP_ORDERS: ClassVar[tuple[str, ...]] = ORDERS
+    OP_POLICIES: ClassVar[tuple[str, ...]] = POLICIES
 
     def check_fields(self) -> None:
         """Check every field by itself."""
         values: dict[str, Any] = vars(self)
         least = "leave at least one mover and one builder"
         check_int(PlanError, "cap", values["cap"], MIN_CAP, least)
+        choices = {"order": self.OP_ORDERS, "policy": self.OP_POLICIES}
         for item in fields(self):
-            orders = self.OP_ORDERS if item.name == "order" else None
-            check_field(item.name, values[item.name], orders)
+            check_field(item.name, values[item.name], choices.get(item.name))
 
     def check_movers(self, name: str) -> None:
         """Check that ``num_movers`` fits the cap and the count ``name`` per peer."""

@@ -17,7 +17,15 @@ from kosmos_heuristics.plan_base import (
     check_field,
 )
 
-__all__ = ["MAX_COPY_DEPTH", "MAX_SPLIT_K", "ORDERS", "POLICIES", "AgGemmPlan", "check_field"]
+__all__ = [
+    "MAX_COPY_DEPTH",
+    "MAX_SPLIT_K",
+    "ORDERS",
+    "POLICIES",
+    "AgGemmPairPlan",
+    "AgGemmPlan",
+    "check_field",
+]
 
 
 @dataclass(frozen=True)
@@ -96,3 +104,14 @@ class AgGemmPlan(PlanBase):
     def row_blocks_per_tile_row(self) -> int:
         """Row blocks of a tile row, ``tile_row_rows / block_m``."""
         return self.tile_row_rows // self.block_m
+
+
+@dataclass(frozen=True)
+class AgGemmPairPlan(AgGemmPlan):
+    """Plan of one ``ag_gemm_pair`` call; fields as in ``AgGemmPlan``.
+
+    The queue that they describe is that of the data gradient. The tiles of the weight gradient
+    stand behind it in a queue of their own, swept in groups of ``group_m``, never split.
+    """
+
+    OP: ClassVar[str] = "ag_gemm_pair"

@@ -54,6 +54,12 @@ def check_multiple(name: str, value: int, multiple: int, why: str, of: str = "")
         raise ProblemError(name, value, f"a multiple of {why}", f"pad to {padded}{of}")
 
 
+def check_chunk_blocks(m: int, world_size: int) -> None:
+    """Raise unless every rank's rows are whole blocks of a column-wise MXFP8 copy."""
+    blocks = MX_BLOCK * world_size
+    check_multiple("m", m, blocks, f"{MX_BLOCK} times world_size, {blocks}, in MXFP8", " rows")
+
+
 @dataclass(frozen=True)
 class TpProblem:
     """What the operations of tensor parallelism have in common: one GEMM and one collective.
@@ -83,6 +89,7 @@ class TpProblem:
 
     OP: ClassVar[str]
     OP_LAYOUTS: ClassVar[tuple[str, ...]]
+    OP_DTYPES: ClassVar[tuple[str, ...]] = DTYPES
     # The size that is divided among the ranks.
     TOKENS: ClassVar[str] = "m"
     # Whether every rank's rows are tiled by themselves, or the output as a whole.
@@ -101,7 +108,7 @@ class TpProblem:
         check_choice(
             ProblemError, "layout", self.layout, self.OP_LAYOUTS, f"use a layout of {self.OP}"
         )
-        check_choice(ProblemError, "dtype", self.dtype, DTYPES, "cast the operands")
+        check_choice(ProblemError, "dtype", self.dtype, self.OP_DTYPES, "cast the operands")
         ranks = f"world_size {self.world_size}"
         check_multiple(self.TOKENS, self.tokens, self.world_size, ranks, " rows")
         if self.dtype == "mxfp8":
@@ -197,6 +204,59 @@ class AgGemmProblem(TpProblem):
 
 
 @dataclass(frozen=True)
+class AgGemmPairProblem(AgGemmProblem):
+    """The whole backward of a row-parallel layer in MXFP8: one gather of two copies, two GEMMs.
+
+    ``dY [m, k] W [k, n] -> [m, n]`` (NN) reads the row-wise copy of dY, the weight gradient
+    ``dY^T [k, m] X [m, n] -> [k, n]`` (NT) the column-wise one, whose blocks lie along the tokens.
+
+    Args:
+        m: Rows (tokens) over all ranks; 0 is allowed.
+        n: Columns of both outputs, the local width.
+        k: Width of the gathered dY, the hidden size.
+        world_size: Ranks in the group, 1 to 8.
+        layout: ``nn``, that of the first GEMM.
+        dtype: ``mxfp8``. In BF16 there is one copy: ``ag_gemm`` keeps it for a plain GEMM.
+        keep_gathered: None or False: nothing is left to read it.
+    """
+
+    layout: str = "nn"
+    dtype: str = "mxfp8"
+
+    OP: ClassVar[str] = "ag_gemm_pair"
+    OP_LAYOUTS: ClassVar[tuple[str, ...]] = ("nn",)
+    OP_DTYPES: ClassVar[tuple[str, ...]] = ("mxfp8",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_chunk_blocks(self.m, self.world_size)
+        if self.keep_gathered:
+            raise ProblemError("keep_gathered", True, "None or False", "use ag_gemm")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of both copies of one rank's chunk."""
+        return 2 * wire_bytes(self.chunk_rows * self.k, self.dtype)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both GEMMs."""
+        return 4 * self.m * self.n * self.k
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands and outputs of both GEMMs."""
+        outputs = (self.m + self.k) * self.n * OUTPUT_BYTES
+        operands = 2 * self.m * self.k + (self.k + self.m) * self.n
+        return outputs + wire_bytes(operands, self.dtype)
+
+    @property
+    def data_gradient(self) -> AgGemmProblem:
+        """The first GEMM with its own gather."""
+        return AgGemmProblem(self.m, self.n, self.k, self.world_size, "nn", self.dtype, False)
+
+
+@dataclass(frozen=True)
 class GemmRsProblem(TpProblem):
     """GEMM fused with the reduce-scatter of its output: the forward of a row-parallel layer.
 
@@ -246,9 +306,7 @@ class BulkAgProblem(TpProblem):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype == "mxfp8":
-            blocks = MX_BLOCK * self.world_size
-            why = f"{MX_BLOCK} times world_size, {blocks}, in MXFP8"
-            check_multiple("m", self.m, blocks, why, " rows")
+            check_chunk_blocks(self.m, self.world_size)
 
     @property
     def chunk_bytes(self) -> int:

@@ -118,11 +118,11 @@ def _keeping_pace(problem: GemmRsProblem, machine: Machine, transport: str) -> M
         f"between {least} and {most}: {crew} WGs over {problem.num_peers} peers"
     )
     source = (
-        "sketch of gemm_rs on 2 H200 GPUs: 2 to 16 pushed reducers best; GB/s a WG extrapolated "
+        "early gemm_rs kernel on 2 H200 GPUs: 2 to 16 pushed reducers best; GB/s a WG extrapolated "
         "(docs/decisions/0004-paper-rules.md)"
         if pushed
-        else "sketch of gemm_rs on 2 H200 GPUs: 2.6 GB/s a WG at 8 KiB a source, 2 to 4 times that "
-        "at 32 to 64 KiB (docs/decisions/0004-paper-rules.md)"
+        else "early gemm_rs kernel on 2 H200 GPUs: 2.6 GB/s a WG at 8 KiB a source, 2 to 4 times "
+        "that at 32 to 64 KiB (docs/decisions/0004-paper-rules.md)"
     )
     if problem.dtype == "mxfp8":
         source += f"; {EXTRAPOLATED_MXFP8}"

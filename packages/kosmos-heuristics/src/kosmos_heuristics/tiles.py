@@ -7,7 +7,7 @@ from kosmos_heuristics.explain import Reason
 from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.movers import SATURATING_CREW, gather_ms, gemm_ms
 from kosmos_heuristics.parts import TileShape
-from kosmos_heuristics.problems import AgGemmProblem, TpProblem, wire_bytes
+from kosmos_heuristics.problems import AgGemmPairProblem, AgGemmProblem, TpProblem, wire_bytes
 
 # The paper's tile; its rules count these tiles, whatever tile the kernel is compiled for.
 PAPER_TILE = 256
@@ -206,6 +206,8 @@ def _tail_split(
     the tiles behind it are halved. Where the GEMM is, that pays only if the last wave is not nearly
     full anyway.
     """
+    if isinstance(problem, AgGemmPairProblem):
+        return (), 0, "the weight gradient's tiles follow: whole tiles"
     tail = cap // TAIL_SPLIT_K
     if ids <= tail:
         most = cap // SPLIT_K_FACTORS[0]
