@@ -1,6 +1,7 @@
 """Program for torchrun: many calls on real ranks, every output compared in full and bit by bit.
 
-`torchrun --nproc-per-node=2 soak_group.py CALLS` prints one JSON object from rank 0.
+`torchrun --nproc-per-node=2 soak_group.py CALLS OP` prints one JSON object from rank 0. Calls of `gemm_rs`
+take turns with some of `ag_gemm`, whose rows land where its partial sums do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import random
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from kosmos_core.worlds import group_world
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_devices
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
 # (m, n, k) for two ranks: square tiles, ragged everywhere, one row a rank, few tiles.
 SHAPES = ((4096, 1024, 2048), (2 * 1037, 904, 1032), (2, 8, 8), (512, 256, 4096))
@@ -32,9 +35,20 @@ CHOICES = (
 )
 
 
-def sequence(count: int) -> list[Call]:
+SCATTER_CHOICES = (
+    {"policy": "one_way"},
+    {"policy": "serial"},
+    {"order": "row_major"},
+    {"policy": "fixed", "split_k": 2},
+)
+
+
+def sequence(count: int, op: str) -> list[Call]:
     """`count` calls: shapes, choices and operands by turns."""
-    options = [AgGemmOptions(force=True, **choices) for choices in CHOICES]
+    options: list[Any] = [AgGemmOptions(force=True, **choices) for choices in CHOICES]
+    if op == "gemm_rs":
+        scatter = [GemmRsOptions(force=True, **choices) for choices in SCATTER_CHOICES]
+        options = [*scatter, options[1], *scatter]
     return [
         Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, options[i % len(options)])
         for i in range(count)
@@ -52,7 +66,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     with group_world() as world:
-        rig = Rig(sequence(int(sys.argv[1])), timeout_s=30.0, keep=256, delay=delay)
+        rig = Rig(sequence(int(sys.argv[1]), sys.argv[2]), timeout_s=30.0, keep=256, delay=delay)
         run = run_on_devices(world, rig)
         if world.rank == 0:
             repeated = [v.repeated for v in run.verdicts if v.repeated is not None]

@@ -159,7 +159,7 @@ def last_object(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.mark.multi_gpu(2)
 def test_2000_calls_of_two_ranks_are_right_and_repeat_bit_by_bit() -> None:
-    found = last_object(torchrun(2, str(HERE / "soak_group.py"), "2000"))
+    found = last_object(torchrun(2, str(HERE / "soak_group.py"), "2000", "ag_gemm"))
     assert found["problems"] == []
     assert found["calls"] == 2000
     assert found["paths"] == ["fused"]

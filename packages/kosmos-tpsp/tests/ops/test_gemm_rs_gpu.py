@@ -1,0 +1,115 @@
+"""`gemm_rs` on GPUs: eight virtual ranks on one, and two real ones; soak, delays, a killed rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kosmos_core.worlds import gpu_world
+from kosmos_tpsp import AgGemmOptions, GemmRsOptions
+from kosmos_tpsp.__main__ import main
+from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.cli.rig import Rig, run_on_devices
+
+HERE = Path(__file__).parent
+# (m, n, k) for eight ranks: whole tiles, ragged everywhere, one row a rank, few tiles.
+SHAPES = ((4096, 1024, 1024), (8 * 301, 520, 1032), (8, 8, 8), (1024, 256, 2048))
+OPTIONS: tuple[Any, ...] = (
+    GemmRsOptions(),
+    GemmRsOptions(policy="serial"),
+    GemmRsOptions(policy="fixed", order="row_major"),
+    # Its rows land where the partial sums do.
+    AgGemmOptions(transport="push"),
+    GemmRsOptions(split_k=2),
+)
+DATA = 3
+MAX_SLEEP = 1 << 22
+
+
+def sleep(rank: int, index: int) -> None:
+    """One of the ranks sleeps on its stream before the call."""
+    rng = random.Random(index)
+    if rng.randrange(8) == rank:
+        torch.cuda._sleep(rng.randrange(MAX_SLEEP))
+
+
+@pytest.mark.gpu
+def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit() -> None:
+    calls = [
+        Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, OPTIONS[i % len(OPTIONS)]) for i in range(200)
+    ]
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    with gpu_world(8) as world:
+        run = run_on_devices(world, Rig(calls, timeout_s=30.0, keep=64, delay=sleep))
+    assert run.problems == []
+    assert {verdict.path for verdict in run.verdicts} == {"fused"}
+    repeats = [v.repeated for v in run.verdicts if v.repeated is not None]
+    assert len(repeats) == 8 * (200 - len(set(calls))) > 8 * 100
+    assert all(repeats)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_check_passes(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "gemm_rs", "--world", f"gpu:{size}", "--m", "2048", "--n", "520"]
+    assert main([*arguments, "--k", "520", "--delay", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all(case["path"] == "fused" and case["passed"] for case in report["cases"])
+
+
+@pytest.mark.gpu
+def test_a_killed_rank_is_named_within_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "gemm_rs", "--world", "gpu:8", "--m", "1024", "--n", "256", "--k", "256"]
+    assert main([*arguments, "--kill-rank", "3", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all("for rank 3" in text for text in report["errors"])
+
+
+def torchrun(*arguments: str) -> dict[str, Any]:
+    """The JSON object that a program or module on two GPUs prints last."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    run = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.multi_gpu(2)
+def test_1000_calls_of_two_ranks_are_right_and_repeat_bit_by_bit() -> None:
+    found = torchrun(str(HERE / "soak_group.py"), "1000", "gemm_rs")
+    assert found["problems"] == []
+    assert (found["calls"], found["paths"]) == (1000, ["fused"])
+    assert found["repeated"] == found["equal"] == 2 * (1000 - found["different"]) > 2 * 800
+
+
+@pytest.mark.multi_gpu(2)
+def test_check_passes_on_two_ranks() -> None:
+    shape = ["--m", "4096", "--n", "1032", "--k", "1032"]
+    arguments = ["check", "gemm_rs", "--world", "group", *shape, "--calls", "4", "--delay"]
+    for policy in ("one_way", "serial"):
+        found = torchrun("-m", "kosmos_tpsp", "--", *arguments, "--policy", policy, "--json")
+        assert found["passed"] is True
+
+
+@pytest.mark.multi_gpu(2)
+def test_a_killed_rank_is_named_by_the_other() -> None:
+    shape = ["--m", "1024", "--n", "256", "--k", "256", "--kill-rank", "1"]
+    found = torchrun(
+        "-m", "kosmos_tpsp", "--", "check", "gemm_rs", "--world", "group", *shape, "--json"
+    )
+    assert found["passed"] is True
+    assert all("for rank 1" in text for text in found["errors"])
