@@ -1,7 +1,7 @@
 """Program for torchrun: many calls on real ranks, every output compared in full and bit by bit.
 
-`torchrun --nproc-per-node=2 soak_group.py CALLS OP` prints one JSON object from rank 0. Calls of `gemm_rs`
-take turns with some of `ag_gemm`, whose rows land where its partial sums do.
+`torchrun --nproc-per-node=2 soak_group.py CALLS OP` prints one JSON object from rank 0. Calls of
+`gemm_rs` take turns with some of `ag_gemm`, whose rows land where its partial sums do.
 """
 
 from __future__ import annotations
