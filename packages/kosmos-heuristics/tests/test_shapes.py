@@ -17,6 +17,17 @@ def test_24_shapes_of_each_layout(layout, layers):
         assert shape.speedup == pytest.approx(shape.base_ms / shape.kosmos_ms, abs=3e-3)
 
 
+def test_24_shapes_of_the_row_parallel_forward():
+    shapes = llama3("gemm_rs")
+    assert len({shape.name for shape in shapes}) == 24
+    assert {shape.layer for shape in shapes} == {"Down", "OProj"}
+    for shape in shapes:
+        assert shape.m == 8192 * shape.mbs
+        assert shape.n == {"8B": 4096, "70B": 8192, "405B": 16384}[shape.model]
+        # Printed to a microsecond, of a tenth of a millisecond.
+        assert shape.speedup == pytest.approx(shape.base_ms / shape.kosmos_ms, rel=1e-2)
+
+
 def test_a_cell_as_printed():
     shape = next(shape for shape in llama3("ag_gemm") if shape.name == "70B-FC1-MBS8")
     assert (shape.m, shape.n, shape.k) == (65536, 7168, 8192)
@@ -26,5 +37,7 @@ def test_a_cell_as_printed():
 def test_unknown_tables_are_refused():
     with pytest.raises(ProblemError, match="op: got 'bulk'"):
         llama3("bulk")
+    with pytest.raises(ProblemError, match="layout: got 'nn'"):
+        llama3("gemm_rs", "nn")
     with pytest.raises(ProblemError, match="layout: got 'tt'"):
         llama3("ag_gemm", "tt")

@@ -10,7 +10,8 @@ from kosmos_heuristics.checks import check_choice
 from kosmos_heuristics.errors import ProblemError
 from kosmos_heuristics.problems import LAYOUTS
 
-LLAMA3_OPS = ("ag_gemm",)
+# Layouts that an operation has a table of.
+LLAMA3_OPS = {"ag_gemm": LAYOUTS, "gemm_rs": ("tn",)}
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ def llama3(op: str, layout: str = "tn") -> tuple[LlamaShape, ...]:
     """The 24 Llama 3 shapes of an operation, in the table's order.
 
     Args:
-        op: ``ag_gemm``.
-        layout: ``tn`` (Table C.3) or ``nn`` (Table C.7).
+        op: ``ag_gemm`` or ``gemm_rs``.
+        layout: ``tn`` (Tables C.3 and C.5) or, of ``ag_gemm``, ``nn`` (Table C.7).
 
     Raises:
         ProblemError: No table of that operation or layout.
     """
-    check_choice(ProblemError, "op", op, LLAMA3_OPS, "use an operation with a table")
-    check_choice(ProblemError, "layout", layout, LAYOUTS, "use a layout with a table")
+    check_choice(ProblemError, "op", op, tuple(LLAMA3_OPS), "use an operation with a table")
+    check_choice(ProblemError, "layout", layout, LLAMA3_OPS[op], "use a layout with a table")
     path = resources.files("kosmos_heuristics") / "data" / "llama3_shapes.json"
     rows = json.loads(path.read_text("utf-8"))[op][layout]
     return tuple(LlamaShape(**row) for row in rows)

@@ -22,6 +22,7 @@ from kosmos_tpsp.bench.results import Report
 from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.cli.bench import _command, publish
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 MS = {v.BASELINE: 3.0, v.FUSED: 2.0, v.GEMM_VENDOR: 1.5, v.SERIAL: 4.0, "fixed_16": 1.9}
@@ -43,6 +44,7 @@ def bench_on_cpu(
     sweep: bool,
     ranks: int = 2,
     settings: Settings = BRIEF,
+    kind: Any = AgGemmOptions,
     **choices: Any,
 ) -> list[Report]:
     """Each rank's report of a run on virtual ranks."""
@@ -50,7 +52,7 @@ def bench_on_cpu(
     def on_rank(rank: int, world: World) -> Report:
         with TpSpWorkspace(world, 256, 128) as workspace:
             peaks = {"push": 0.01, "pull": 0.02}
-            rig = v.Rig(world, workspace, MadeUp(), AgGemmOptions(**choices), None, peaks)
+            rig = v.Rig(world, workspace, MadeUp(), kind(**choices), None, peaks)
             described = {"command": "python -m kosmos_tpsp bench ag_gemm"}
             return session.run(rig, cases, orders, settings, sweep=sweep, described=described)
 
@@ -107,6 +109,43 @@ def test_the_order_ablation_compares_the_three_orders() -> None:
     ratios = [(entry["layout"], entry["ratio"]) for entry in report.order_ratios()]
     orders = {"local_first": 1.0, "chunk_major": 1.0, "naive": 1.0}
     assert ratios == [("tn", orders), ("nn", orders)]
+
+
+def test_a_run_of_gemm_rs_measures_the_sum_and_the_gemm_alone(tmp_path: Path) -> None:
+    cases = parse_cases("64,32,64;96,40,64", "tn", 2, "gemm_rs")
+    orders = [Case("small", 96, 40, 64, "tn", "gemm_rs")]
+    report = bench_on_cpu(cases, orders, sweep=True, kind=GemmRsOptions)[0]
+    assert report.wrong == []
+    publish(report, tmp_path / "run.json", tmp_path / "run.png")
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert data["benchmark"] == "gemm_rs"
+    first = data["rows"][0]
+    assert {v.BASELINE, v.FUSED, v.GEMM_VENDOR, v.SERIAL} <= set(first["variants"])
+    assert first["unavailable"][v.TWO_WAY] == "gemm_rs has no such policy"
+    assert first["rel_err_fp64"] < 4e-3
+    # 32 rows of 32 elements of 2 bytes.
+    assert first["remote_bytes"] == 32 * 32 * 2
+    assert report.order_ratios()[0]["ratio"] == {"band_major": 1.0, "row_major": 1.0}
+
+
+def test_a_part_that_is_missing_from_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = v.fused_call
+
+    def own_part_only(data: v.Data, workspace: TpSpWorkspace, options: Any) -> v.Call:
+        call = right(data, workspace, options)
+
+        def partial() -> tuple[torch.Tensor, ...]:
+            call()
+            rows, rank = len(data.out), workspace.world.rank
+            own = data.x[rank * rows : rank * rows + rows]
+            return (data.out.copy_(own @ data.w.t()),)
+
+        return partial
+
+    monkeypatch.setattr(v, "fused_call", own_part_only)
+    case = parse_cases("64,32,64", "tn", 2, "gemm_rs")
+    report = bench_on_cpu(case, [], sweep=False, kind=GemmRsOptions)[0]
+    assert any("fused" in wrong and "elements wrong" in wrong for wrong in report.wrong)
 
 
 def test_the_command_on_record_names_no_folder_of_this_machine(
@@ -218,7 +257,10 @@ def test_a_kept_gather_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["gemm_rs"], "gemm_rs"),
+        (["gemm_ag"], "gemm_ag"),
+        (["gemm_rs", "--layout", "nn"], "layout: got 'nn' for gemm_rs"),
+        (["gemm_rs", "--order", "naive"], "order: got naive for gemm_rs"),
+        (["gemm_rs", "--policy", "two_way"], "policy: got two_way for gemm_rs"),
         (["ag_gemm", "--shapes", "1,2"], "wanted llama3"),
         (["ag_gemm", "--policy", "greedy"], "greedy"),
         (["ag_gemm", "--rounds", "0"], "rounds"),

@@ -1,16 +1,20 @@
-"""What `bench ag_gemm` measures: shapes by name or size, and those of the queue-order ablation."""
+"""What `bench` measures: shapes by name or size, and those of the queue-order ablation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kosmos_heuristics.problems import LAYOUTS
-from kosmos_heuristics.shapes import llama3
+from kosmos_heuristics.shapes import LLAMA3_OPS, llama3
 
-# Paper, Table A.2.
+from kosmos_tpsp.ops.catalog import DRIVERS
+
+# Paper, Tables A.2 and A.3.
 ORDER_ABLATION = {
-    "tn": ("70B-FC1-MBS8", "405B-QKV-MBS8"),
-    "nn": ("70B-Down-MBS8", "405B-OProj-MBS8"),
+    "ag_gemm": {
+        "tn": ("70B-FC1-MBS8", "405B-QKV-MBS8"),
+        "nn": ("70B-Down-MBS8", "405B-OProj-MBS8"),
+    },
+    "gemm_rs": {"tn": ("8B-OProj-MBS8", "70B-Down-MBS8")},
 }
 
 
@@ -20,10 +24,11 @@ class Case:
 
     Attributes:
         name: as the tables and pictures show it.
-        m: gathered rows, over all ranks.
+        m: rows, over all ranks.
         n: columns of the local output.
         k: contraction.
         layout: "tn" or "nn".
+        op: the operation.
     """
 
     name: str
@@ -31,6 +36,7 @@ class Case:
     n: int
     k: int
     layout: str = "tn"
+    op: str = "ag_gemm"
 
     @property
     def flops(self) -> int:
@@ -39,20 +45,26 @@ class Case:
 
     def remote_bytes(self, world_size: int) -> int:
         """Bytes that each rank receives from its peers."""
-        return (world_size - 1) * (self.m // world_size) * self.k * 2
+        return DRIVERS[self.op].remote_bytes((self.m, self.n, self.k), world_size)
+
+    @property
+    def width(self) -> int:
+        """Features of the workspace that it takes."""
+        return DRIVERS[self.op].width((self.m, self.n, self.k))
 
 
-def parse_cases(spec: str, layout: str, world_size: int) -> list[Case]:
+def parse_cases(spec: str, layout: str, world_size: int, op: str = "ag_gemm") -> list[Case]:
     """Cases from `llama3`, names of its shapes, or sizes `m,n,k`, with semicolons between them.
 
     Raises:
         ValueError: a part is none of these, or its rows cannot be divided over the ranks.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {', '.join(LAYOUTS)}")
+    layouts = LLAMA3_OPS[op]
+    if layout not in layouts:
+        raise ValueError(f"layout: got {layout!r} for {op}, wanted one of {', '.join(layouts)}")
     cases: list[Case] = []
     for part in filter(None, (text.strip() for text in spec.split(";"))):
-        cases += _table(layout) if part == "llama3" else [_case(part, layout)]
+        cases += _table(op, layout) if part == "llama3" else [_case(part, op, layout)]
     if not cases:
         raise ValueError(f"shapes: got {spec!r}, wanted at least one shape")
     for case in cases:
@@ -64,19 +76,22 @@ def parse_cases(spec: str, layout: str, world_size: int) -> list[Case]:
     return cases
 
 
-def order_cases() -> list[Case]:
-    """The shapes of the queue-order ablation, both layouts."""
+def order_cases(op: str = "ag_gemm") -> list[Case]:
+    """The shapes of the queue-order ablation, in all layouts."""
     return [
-        c for layout, names in ORDER_ABLATION.items() for c in _table(layout) if c.name in names
+        case
+        for layout, names in ORDER_ABLATION[op].items()
+        for case in _table(op, layout)
+        if case.name in names
     ]
 
 
-def _table(layout: str) -> list[Case]:
-    return [Case(s.name, s.m, s.n, s.k, layout) for s in llama3("ag_gemm", layout)]
+def _table(op: str, layout: str) -> list[Case]:
+    return [Case(s.name, s.m, s.n, s.k, layout, op) for s in llama3(op, layout)]
 
 
-def _case(part: str, layout: str) -> Case:
-    for known in _table(layout):
+def _case(part: str, op: str, layout: str) -> Case:
+    for known in _table(op, layout):
         if known.name.lower() == part.lower():
             return known
     sizes = part.split(",")
@@ -86,4 +101,4 @@ def _case(part: str, layout: str) -> Case:
             "positive integers"
         )
     m, n, k = map(int, sizes)
-    return Case(f"{m}x{n}x{k}", m, n, k, layout)
+    return Case(f"{m}x{n}x{k}", m, n, k, layout, op)

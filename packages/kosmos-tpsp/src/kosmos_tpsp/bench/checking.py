@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from kosmos_core.worlds import World
 
 # Two correct results differ by rounding alone: one unit of bf16's 8 bits of an element, and near
 # zero, where terms cancel, a little of the output's own size. One contraction step left out is
@@ -61,4 +62,24 @@ def fp64_error(
     m = gathered.shape[0]
     rows = torch.linspace(0, m - 1, min(samples, m), device=got.device).round().long()
     exact = gathered[rows].double() @ (w.double().t() if layout == "tn" else w.double())
+    return float((got[rows].double() - exact).norm() / exact.norm())
+
+
+def fp64_error_of_sum(
+    got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, world: World, samples: int = 64
+) -> float:
+    """As `fp64_error`, of rows that are summed over ranks. Collective.
+
+    Args:
+        got: [m / ranks, n] bfloat16, this rank's rows.
+        x: [m, k] bfloat16.
+        w: [n, k] bfloat16.
+        world: the ranks.
+        samples: rows of each rank to compare.
+    """
+    own = got.shape[0]
+    rows = torch.linspace(0, own - 1, min(samples, own), device=got.device).round().long()
+    every = torch.cat([rows + owner * own for owner in range(world.size)])
+    parts = world.all_gather_tensor(x[every].double() @ w.double().t())
+    exact = parts.view(world.size, world.size, len(rows), -1)[:, world.rank].sum(0)
     return float((got[rows].double() - exact).norm() / exact.norm())

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kosmos_heuristics.plans import ORDERS
-
 from kosmos_tpsp.bench.results import Report, Row
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +19,7 @@ RIVAL_STYLES = {
     "serial": ("_", "#444444", "own kernels in sequence"),
     "best_fixed": ("x", "#8e44ad", "best fixed split"),
 }
-ORDER_COLOURS = dict(zip(ORDERS, ("#1f4e9c", "#7fa7d6", "#c9c9c9"), strict=True))
+ORDER_COLOURS = ("#1f4e9c", "#7fa7d6", "#c9c9c9")
 
 
 def draw(report: Report, path: Path) -> None:
@@ -49,7 +48,7 @@ def draw(report: Report, path: Path) -> None:
         _speedups(panels.pop(0), rows, report)
         _efficiency(panels.pop(0), rows, report)
     if report.orders:
-        _orders(panels.pop(0), report.order_ratios())
+        _orders(panels.pop(0), report.order_ratios(), DRIVERS[report.op].orders)
     figure.suptitle(_title(report), x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -60,7 +59,8 @@ def _title(report: Report) -> str:
     row = (report.rows or report.orders)[0]
     where = f"{row.world_size} x {machine.get('gpu', machine.get('model', 'unknown machine'))}"
     layouts = "+".join(sorted({r.case.layout.upper() for r in (*report.rows, *report.orders)}))
-    return f"AG+GEMM {layouts}, bf16, {where}: one fused kernel against NCCL, then cuBLAS"
+    fused = {"ag_gemm": "AG+GEMM", "gemm_rs": "GEMM+RS"}[report.op]
+    return f"{fused} {layouts}, bf16, {where}: one fused kernel against NCCL and cuBLAS"
 
 
 def _family(row: Row) -> str:
@@ -185,9 +185,9 @@ def _tick(row: Row) -> str:
     return "MBS " + name.rsplit("-MBS", 1)[1] if "-MBS" in name else ""
 
 
-def _orders(axis: Axes, ratios: Sequence[dict[str, Any]]) -> None:
+def _orders(axis: Axes, ratios: Sequence[dict[str, Any]], orders: Sequence[str]) -> None:
     for i, entry in enumerate(ratios):
-        for j, order in enumerate(ORDERS):
+        for j, order in enumerate(orders):
             value = entry["ratio"].get(order)
             if value is None:
                 continue
@@ -196,7 +196,7 @@ def _orders(axis: Axes, ratios: Sequence[dict[str, Any]]) -> None:
                 place,
                 value,
                 width=0.25,
-                color=ORDER_COLOURS[order],
+                color=ORDER_COLOURS[j],
                 label=order if i == 0 else None,
             )
             axis.annotate(
@@ -206,7 +206,7 @@ def _orders(axis: Axes, ratios: Sequence[dict[str, Any]]) -> None:
     axis.axhline(1, color="#222222", lw=0.9)
     names = [f"{entry['shape']} {entry['layout'].upper()}" for entry in ratios]
     axis.set_xticks(range(len(names)), names, fontsize=8)
-    axis.set_ylabel("time over\nlocal_first")
+    axis.set_ylabel(f"time over\n{orders[0]}")
     axis.margins(y=0.12)
     _tidy(axis)
     axis.legend(fontsize=7, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))

@@ -10,9 +10,15 @@ from rich.table import Table
 
 from kosmos_tpsp.bench import variants as v
 from kosmos_tpsp.bench.results import Report, Row
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 # Without a terminal rich assumes 80 columns; the table needs more.
 FILE_WIDTH = 150
+# Tables A.2 and A.3.
+PAPER_ORDERS = {
+    "ag_gemm": "chunk_major 1.06 to 1.36, naive 1.17 to 1.40",
+    "gemm_rs": "row_major 1.41 to 1.45",
+}
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -83,7 +89,7 @@ def _share(value: float | None) -> str:
 def _table(report: Report) -> Table:
     first = report.rows[0]
     table = Table(
-        title=f"ag_gemm {first.case.layout}, bf16, {first.world_size} ranks: fused against unfused",
+        title=f"{report.op} {first.case.layout}, bf16, {first.world_size} ranks: fused and unfused",
         caption="speed-ups are rival / fused; * loses; declined rows are timed fused too",
     )
     for heading in ("shape", "plan"):
@@ -132,8 +138,8 @@ def _cells(row: Row) -> list[str]:
 
 def _orders(report: Report) -> Table:
     table = Table(
-        title="queue order: time over that of local_first",
-        caption="the paper, on MI350X: chunk_major 1.06 to 1.36, naive 1.17 to 1.40",
+        title=f"queue order: time over that of {DRIVERS[report.op].orders[0]}",
+        caption=f"the paper, on MI350X: {PAPER_ORDERS[report.op]}",
     )
     table.add_column("shape")
     table.add_column("layout")

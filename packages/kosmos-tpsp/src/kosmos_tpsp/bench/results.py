@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kosmos_core.testing.bench import Timing, geomean
-from kosmos_heuristics import AgGemmPlan
 
 from kosmos_tpsp.bench import variants as v
 from kosmos_tpsp.bench.cases import Case
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 # An accepted row is slower when the median falls below this share of the baseline's speed.
 NEVER_SLOWER = 0.99
@@ -36,7 +36,7 @@ class Row:
     case: Case
     world_size: int
     timings: dict[str, Timing]
-    plan: AgGemmPlan | None
+    plan: Any
     decline: str | None = None
     unavailable: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -158,6 +158,11 @@ class Report:
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def op(self) -> str:
+        """The operation; one without rows has none."""
+        return next((row.case.op for row in (*self.rows, *self.orders)), "")
+
+    @property
     def geomeans(self) -> dict[str, float | None]:
         """Geometric means over the rows, accepted or not."""
         keys = ("nccl_cublas", "async_tp", "serial", "two_way", "best_fixed")
@@ -188,7 +193,7 @@ class Report:
         return [f"{r.case.name}: {name}: {how}" for r in every for name, how in r.wrong.items()]
 
     def order_ratios(self) -> list[dict[str, Any]]:
-        """Per shape of the ablation, the time of each queue order over that of `local_first`."""
+        """Per shape of the ablation, the time of each queue order over that of the default one."""
         found = []
         for row in self.orders:
             times = {
@@ -196,7 +201,7 @@ class Report:
                 for name, timing in row.timings.items()
                 if name.startswith(v.ORDER_PREFIX)
             }
-            shipped = times.get("local_first")
+            shipped = times.get(DRIVERS[row.case.op].orders[0])
             if shipped is not None:
                 ratios = {order: ms / shipped for order, ms in times.items()}
                 found.append({"shape": row.case.name, "layout": row.case.layout, "ratio": ratios})
@@ -206,7 +211,7 @@ class Report:
         """Everything, for JSON."""
         return {
             "schema": 1,
-            "benchmark": "ag_gemm",
+            "benchmark": self.op,
             **self.environment,
             "settings": self.settings,
             "peak_gbps": self.peak_gbps,

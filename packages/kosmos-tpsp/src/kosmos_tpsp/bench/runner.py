@@ -13,6 +13,7 @@ from kosmos_tpsp.bench import variants as v
 from kosmos_tpsp.bench.cases import Case
 from kosmos_tpsp.bench.results import Row
 from kosmos_tpsp.bench.variants import Data, Lineup, Rig, Variant
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,48 @@ class Settings:
     host_calls: int = 200
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What the variants of a case must give, by the baseline.
+
+    Attributes:
+        out: of the op.
+        product: of the GEMM alone.
+    """
+
+    out: torch.Tensor
+    product: torch.Tensor
+
+
 Advance = Callable[[str], None]
 
 
 def measure(rig: Rig, case: Case, settings: Settings, *, sweep: bool, advance: Advance) -> Row:
     """Times and checks every variant of a case. Collective."""
-    rig = replace(rig, choices=replace(rig.choices, layout=case.layout))
+    rig = _for_case(rig, case)
     data = Data.random(case, rig.world, settings.seed)
     return _measure(rig, case, data, v.line_up(rig, case, data, sweep=sweep), settings, advance)
 
 
 def measure_orders(rig: Rig, case: Case, settings: Settings, *, advance: Advance) -> Row:
-    """Times and checks the three queue orders on a case. Collective."""
-    rig = replace(rig, choices=replace(rig.choices, layout=case.layout))
+    """Times and checks all queue orders on a case. Collective."""
+    rig = _for_case(rig, case)
     data = Data.random(case, rig.world, settings.seed)
     return _measure(rig, case, data, v.line_up_orders(rig, case, data), settings, advance)
+
+
+def _for_case(rig: Rig, case: Case) -> Rig:
+    if not isinstance(rig.choices, AgGemmOptions):
+        return rig
+    return replace(rig, choices=replace(rig.choices, layout=case.layout))
 
 
 def _measure(
     rig: Rig, case: Case, data: Data, lineup: Lineup, settings: Settings, advance: Advance
 ) -> Row:
     # Gathers too: the GEMMs without a gather read what the baseline gathered.
-    wanted = lineup.variants[v.BASELINE].call()[0].clone()
-    error = _exact_error(rig, case, data, wanted)
+    wanted = Wanted(lineup.variants[v.BASELINE].call()[0].clone(), data.product.clone())
+    error = _exact_error(rig, case, data, wanted.out)
     if not error <= checking.FP64_LIMIT:
         # Nothing can be compared with a baseline that is wrong itself.
         how = f"relative error {error:.1e} against FP64 before timing"
@@ -81,7 +101,10 @@ def _measure(
 
 def _exact_error(rig: Rig, case: Case, data: Data, out: torch.Tensor) -> float:
     """Largest relative error of any rank against FP64 on sampled rows, NaN if one has NaN."""
-    mine = checking.fp64_error(out, data.gathered, data.w, case.layout)
+    if case.op == "gemm_rs":
+        mine = checking.fp64_error_of_sum(out, data.x, data.w, rig.world)
+    else:
+        mine = checking.fp64_error(out, data.gathered, data.w, case.layout)
     # max() would drop a NaN that does not come first.
     return float(torch.tensor(rig.world.all_gather_object(mine)).max())
 
@@ -107,13 +130,14 @@ def _time(
     )
 
 
-def _check(rig: Rig, data: Data, lineup: Lineup, wanted: torch.Tensor, when: str) -> dict[str, str]:
+def _check(rig: Rig, data: Data, lineup: Lineup, wanted: Wanted, when: str) -> dict[str, str]:
     """Variants whose output differs on some rank, with how. Collective."""
     mine = {}
     for name, variant in lineup.variants.items():
         outputs = _poisoned(rig, data, variant)
+        right_out = wanted.product if variant.alone else wanted.out
         for label, got, right in zip(
-            ("", "gathered "), outputs, (wanted, data.gathered), strict=False
+            ("", "gathered "), outputs, (right_out, data.gathered), strict=False
         ):
             difference = checking.compare(got, right)
             if difference.wrong:
@@ -131,7 +155,8 @@ def _check(rig: Rig, data: Data, lineup: Lineup, wanted: torch.Tensor, when: str
 def _poisoned(rig: Rig, data: Data, variant: Variant) -> tuple[torch.Tensor, ...]:
     """Outputs of a call into buffers that hold NaN."""
     data.out.fill_(float("nan"))
-    if variant.name == v.BASELINE:
+    data.product.fill_(float("nan"))
+    if variant.name == v.BASELINE and data.gathered is not data.x:
         data.gathered.fill_(float("nan"))
     outputs = variant.call()
     rig.workspace.synchronize()

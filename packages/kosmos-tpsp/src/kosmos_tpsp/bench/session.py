@@ -28,7 +28,8 @@ from kosmos_tpsp.bench.report import console, summary
 from kosmos_tpsp.bench.results import Report, Row
 from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
 from kosmos_tpsp.bench.variants import Rig
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.custom import ag_gemm_op
 from kosmos_tpsp.ops.registry import call_handle
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -57,14 +58,14 @@ def process_group() -> Iterator[None]:
 
 
 @contextmanager
-def group_rig(cases: Sequence[Case], choices: AgGemmOptions) -> Iterator[Rig]:
+def group_rig(cases: Sequence[Case], choices: Any) -> Iterator[Rig]:
     """A rig over the default process group, its workspaces large enough for all. Collective."""
     # The groups of one below never communicate: no SMs need to be kept free for them.
     world = group_world(reserve_sms=0)
     mine = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     solo_world = group_world(mine, reserve_sms=0)
     tokens = max(HOST_SHAPE[0], *(c.m for c in cases))
-    features = max(HOST_SHAPE[2], *(c.k for c in cases))
+    features = max(HOST_SHAPE[2], *(c.width for c in cases))
     timer = EventTimer(world)
     workspace = TpSpWorkspace(world, tokens, features, timeout_s=TIMEOUT_S)
     solo = TpSpWorkspace(solo_world, tokens, features, timeout_s=TIMEOUT_S)
@@ -137,15 +138,17 @@ def run(
 def host_cost(rig: Rig, calls: int) -> dict[str, float]:
     """Host microseconds of a warm call under no_grad on the slowest rank, by entry point."""
     m, n, k = HOST_SHAPE
-    device = rig.world.device
-    x = torch.randn(m // rig.world.size, k, device=device).bfloat16()
+    device, driver = rig.world.device, driver_of(rig.choices)
+    x = torch.randn(driver.x_rows(m, rig.world.size), k, device=device).bfloat16()
     w = torch.randn(n, k, device=device).bfloat16()
-    options = replace(rig.choices, layout="tn", keep_gathered=False, force=True)
-    handle = call_handle(rig.workspace, options)
+    options = replace(rig.choices, force=True)
     entries: dict[str, Callable[[], object]] = {
-        "ag_gemm": lambda: ag_gemm(x, w, rig.workspace, options=options),
-        "kosmos::ag_gemm": lambda: ag_gemm_op(x, w, handle),
+        driver.name: lambda: driver.call(x, w, rig.workspace, options=options)
     }
+    if isinstance(options, AgGemmOptions):
+        options = replace(options, layout="tn", keep_gathered=False)
+        handle = call_handle(rig.workspace, options)
+        entries["kosmos::ag_gemm"] = lambda: ag_gemm_op(x, w, handle)
     costs = {}
     with torch.no_grad():
         for name, entry in entries.items():

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from kosmos_core.testing.bench import Timer
 from kosmos_core.worlds import World
 from kosmos_core.worlds.group import GroupWorld
-from kosmos_heuristics import AgGemmPlan, can_fuse
-from kosmos_heuristics.plans import ORDERS
+from kosmos_heuristics import can_fuse
 
+from kosmos_tpsp import reference
 from kosmos_tpsp.bench.cases import Case
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.catalog import DRIVERS, driver_of, outputs
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 BASELINE = "nccl_cublas"
@@ -48,7 +49,7 @@ class Rig:
     world: World
     workspace: TpSpWorkspace
     timer: Timer
-    choices: AgGemmOptions
+    choices: Any
     solo: TpSpWorkspace | None = None
     peak_gbps: dict[str, float] = field(default_factory=dict)
 
@@ -58,16 +59,20 @@ class Data:
     """Operands of one case on one rank.
 
     Attributes:
-        x: [m / ranks, k] bfloat16, own rows.
+        x: bfloat16, own rows [m / ranks, k] of what is gathered, or all rows [m, k] of what is
+            reduced.
         w: [n, k] ("tn") or [k, n] ("nn") bfloat16.
-        gathered: [m, k] bfloat16, written by the baseline and read by the GEMMs without a gather.
-        out: [m, n] bfloat16, written by every variant that takes an output.
+        gathered: [m, k] bfloat16, what the GEMM alone multiplies: written by the baseline, or x.
+        out: bfloat16, written by every variant that takes an output: [m, n], or the rank's rows of
+            it where they are reduced.
+        product: [m, n] bfloat16, what the GEMM alone writes; `out` where nothing is reduced.
     """
 
     x: torch.Tensor
     w: torch.Tensor
     gathered: torch.Tensor
     out: torch.Tensor
+    product: torch.Tensor
 
     @classmethod
     def random(cls, case: Case, world: World, seed: int) -> Data:
@@ -82,9 +87,13 @@ class Data:
         def poison(rows: int, columns: int) -> torch.Tensor:
             return torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device=device)
 
+        driver = DRIVERS[case.op]
         w = normal(case.n, case.k) if case.layout == "tn" else normal(case.k, case.n)
-        x = normal(case.m // world.size, case.k)
-        return cls(x, w, poison(case.m, case.k), poison(case.m, case.n))
+        x = normal(driver.x_rows(case.m, world.size), case.k)
+        out = poison(driver.out_rows(case.m, world.size), case.n)
+        reduces = case.op == "gemm_rs"
+        gathered = x if reduces else poison(case.m, case.k)
+        return cls(x, w, gathered, out, poison(case.m, case.n) if reduces else out)
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,13 @@ class Variant:
         call: computes it; returns the output [m, n] and, where that is one too, the gathered input
             [m, k].
         plan: of a fused kernel.
+        alone: it gives this rank's own product, whatever the op does with those of all ranks.
     """
 
     name: str
     call: Call
-    plan: AgGemmPlan | None = None
+    plan: Any = None
+    alone: bool = False
 
 
 @dataclass
@@ -120,7 +131,7 @@ class Lineup:
     def fused(self, rig: Rig, case: Case, data: Data, name: str, **changes: Any) -> None:
         """Adds a fused variant with other choices, unless one with the same plan is there."""
         options = replace(rig.choices, force=True, **changes)
-        prepared = describe_call(data.x, data.w, rig.workspace, options)
+        prepared = driver_of(options).describe(data.x, data.w, rig.workspace, options)
         if prepared.decline is not None:
             self.unavailable[name] = prepared.decline
             return
@@ -134,51 +145,60 @@ class Lineup:
 
 def line_up(rig: Rig, case: Case, data: Data, *, sweep: bool) -> Lineup:
     """The variants of a table row."""
-    gemm = Variant(GEMM_VENDOR, _vendor_gemm(case, data))
+    driver = driver_of(rig.choices)
+    gemm = Variant(GEMM_VENDOR, _vendor_gemm(case, data), alone=True)
     lineup = Lineup({BASELINE: baseline(rig, case, data), GEMM_VENDOR: gemm}, {}, None)
     lineup.fused(rig, case, data, FUSED)
     lineup.decline = _verdict(rig, data)
     lineup.fused(rig, case, data, SERIAL, policy="serial")
     if rig.solo is not None:
-        options = AgGemmOptions(layout=case.layout, keep_gathered=False, force=True)
-        own = replace(data, x=data.gathered)
-        lineup.variants[GEMM_OWN] = Variant(GEMM_OWN, fused_call(own, rig.solo, options))
+        options = driver.options(force=True)
+        if isinstance(options, AgGemmOptions):
+            options = replace(options, layout=case.layout, keep_gathered=False)
+        own = replace(data, x=data.gathered, out=data.product)
+        call = fused_call(own, rig.solo, options)
+        lineup.variants[GEMM_OWN] = Variant(GEMM_OWN, call, alone=True)
     async_tp = _async_tp(rig, case, data)
     if isinstance(async_tp, str):
         lineup.unavailable[ASYNC_TP] = async_tp
     else:
         lineup.variants[ASYNC_TP] = async_tp
     if sweep:
-        lineup.fused(rig, case, data, TWO_WAY, policy="two_way")
+        if TWO_WAY in driver.policies:
+            lineup.fused(rig, case, data, TWO_WAY, policy="two_way")
+        else:
+            lineup.unavailable[TWO_WAY] = f"{driver.name} has no such policy"
         for crew in FIXED_CREWS:
             name = f"{FIXED_PREFIX}{crew}"
-            lineup.fused(rig, case, data, name, policy="fixed", movers_per_peer=crew)
+            lineup.fused(rig, case, data, name, policy="fixed", **{driver.crew: crew})
     return lineup
 
 
 def line_up_orders(rig: Rig, case: Case, data: Data) -> Lineup:
     """The variants of the queue-order ablation."""
     lineup = Lineup({BASELINE: baseline(rig, case, data)}, {}, None)
-    for order in ORDERS:
+    for order in driver_of(rig.choices).orders:
         lineup.fused(rig, case, data, f"{ORDER_PREFIX}{order}", order=order)
     lineup.decline = _verdict(rig, data)
     return lineup
 
 
 def _verdict(rig: Rig, data: Data) -> str | None:
-    forced = describe_call(data.x, data.w, rig.workspace, replace(rig.choices, force=True))
+    options = replace(rig.choices, force=True)
+    forced = driver_of(options).describe(data.x, data.w, rig.workspace, options)
     if forced.decline is not None:
         return forced.decline
     declined = can_fuse(forced.problem, rig.workspace.machine, forced.plan)
     return None if declined is None else declined.reason
 
 
-def fused_call(data: Data, workspace: TpSpWorkspace, options: AgGemmOptions) -> Call:
+def fused_call(data: Data, workspace: TpSpWorkspace, options: Any) -> Call:
     """The op with these choices, into `data.out`."""
+    call_op = driver_of(options).call
 
     def call() -> tuple[torch.Tensor, ...]:
-        result = ag_gemm(data.x, data.w, workspace, out=data.out, options=options)
-        return result if isinstance(result, tuple) else (result,)
+        out, gathered = outputs(call_op(data.x, data.w, workspace, out=data.out, options=options))
+        return (out,) if gathered is None else (out, gathered)
 
     return call
 
@@ -189,22 +209,30 @@ def _weights(case: Case, data: Data) -> torch.Tensor:
 
 def _vendor_gemm(case: Case, data: Data) -> Call:
     weights = _weights(case, data)
-    return lambda: (torch.mm(data.gathered, weights, out=data.out),)
+    return lambda: (torch.mm(data.gathered, weights, out=data.product),)
 
 
 def baseline(rig: Rig, case: Case, data: Data) -> Variant:
-    """The unfused path: collective, then the vendor's GEMM, on one stream."""
+    """The unfused path: collective and the vendor's GEMM in sequence, on one stream."""
     world, weights = rig.world, _weights(case, data)
 
-    def call() -> tuple[torch.Tensor, ...]:
-        # Into a buffer that is there already, so that the allocator costs the baseline nothing.
+    # Into buffers that are there already, so that the allocator costs the baseline nothing.
+    def gather_first() -> tuple[torch.Tensor, ...]:
         if isinstance(world, GroupWorld):
             dist.all_gather_into_tensor(data.gathered, data.x, group=world.group)
         else:
             data.gathered.copy_(world.all_gather_tensor(data.x))
         return (torch.mm(data.gathered, weights, out=data.out),)
 
-    return Variant(BASELINE, call)
+    def reduce_last() -> tuple[torch.Tensor, ...]:
+        torch.mm(data.x, weights, out=data.product)
+        if isinstance(world, GroupWorld):
+            dist.reduce_scatter_tensor(data.out, data.product, group=world.group)
+        else:
+            data.out.copy_(reference.gemm_rs(data.x, data.w, world))
+        return (data.out,)
+
+    return Variant(BASELINE, reduce_last if case.op == "gemm_rs" else gather_first)
 
 
 def _async_tp(rig: Rig, case: Case, data: Data) -> Variant | str:
@@ -216,13 +244,18 @@ def _async_tp(rig: Rig, case: Case, data: Data) -> Variant | str:
 
     weights, group = _weights(case, data), world.group.group_name
 
-    def call() -> tuple[torch.Tensor, ...]:
+    def gather_first() -> tuple[torch.Tensor, ...]:
         # With the gathered input dropped it may choose multicast loads, which are left off here.
         gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
             data.x, [weights], 0, group, return_A=True
         )
         return products[0], gathered
 
+    def reduce_last() -> tuple[torch.Tensor, ...]:
+        out = torch.ops.symm_mem.fused_matmul_reduce_scatter(data.x, weights, "sum", 0, group)
+        return (out,)
+
+    call = reduce_last if case.op == "gemm_rs" else gather_first
     try:
         call()
         world.synchronize()

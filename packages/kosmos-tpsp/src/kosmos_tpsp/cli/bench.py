@@ -21,16 +21,18 @@ from kosmos_tpsp.bench.report import console, print_report
 from kosmos_tpsp.bench.results import Report
 from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.bench.session import group_rig, process_group, run
-from kosmos_tpsp.ops.ag_gemm import ORDERS, AgGemmOptions
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.catalog import DRIVERS
 from kosmos_tpsp.ops.prepared import POLICIES, TRANSPORTS
 
 QUICK = Settings(rounds=1, warmup=3, calls=8)
 DEFAULT_SHAPES = "llama3"
+ORDERS = tuple(order for driver in DRIVERS.values() for order in driver.orders)
 OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @click.command()
-@click.argument("op", metavar="OP", type=click.Choice(("ag_gemm",)))
+@click.argument("op", metavar="OP", type=click.Choice(tuple(DRIVERS)))
 @click.option(
     "--shapes",
     help="llama3, names of its shapes (8B-FC1-MBS1) or m,n,k; semicolons between.  "
@@ -38,10 +40,10 @@ OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 )
 @click.option("--layout", default="tn", show_default=True, type=click.Choice(("tn", "nn")))
 @click.option("--policy", default="one_way", show_default=True, type=click.Choice(tuple(POLICIES)))
-@click.option("--order", default="local_first", show_default=True, type=click.Choice(tuple(ORDERS)))
+@click.option("--order", type=click.Choice(ORDERS), help="[default: the op's]")
 @click.option("--transport", type=click.Choice(tuple(TRANSPORTS)), help="[default: by the rules]")
 @click.option("--sweep", is_flag=True, help="Also two-way switching and fixed splits.")
-@click.option("--order-ablation", is_flag=True, help="The three queue orders, both layouts.")
+@click.option("--order-ablation", is_flag=True, help="All queue orders of the op.")
 @click.option("--rounds", type=click.IntRange(1), help="[default: 3]")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--quick", is_flag=True, help="One short round: for a look, not for a record.")
@@ -52,7 +54,7 @@ def bench(
     shapes: str | None,
     layout: str,
     policy: str,
-    order: str,
+    order: str | None,
     transport: str | None,
     sweep: bool,
     order_ablation: bool,
@@ -62,14 +64,21 @@ def bench(
     json_path: Path | None,
     png_path: Path | None,
 ) -> int:
-    """Time OP (ag_gemm) on the GPUs of this group.
+    """Time OP (ag_gemm or gemm_rs) on the GPUs of this group.
 
     Start it with torchrun --nproc-per-node N -m kosmos_tpsp -- bench ag_gemm. NCCL runs without
     NVLink multicast unless the environment sets NCCL_NVLS_ENABLE.
 
     Exit status: 0; 1 if an output was wrong or a rank gave up; 2 for bad arguments.
     """
-    cases, ordered = _cases(shapes, layout, order_ablation)
+    driver = DRIVERS[op]
+    order = order or driver.orders[0]
+    for name, value, allowed in (
+        ("order", order, driver.orders), ("policy", policy, driver.policies),
+    ):  # fmt: skip
+        if value not in allowed:
+            raise click.UsageError(f"{name}: got {value} for {op}, wanted {', '.join(allowed)}")
+    cases, ordered = _cases(op, shapes, layout, order_ablation)
     _check_outputs(json_path, png_path)
     if not torch.cuda.is_available():
         raise click.UsageError(
@@ -78,7 +87,9 @@ def bench(
     settings = replace(QUICK if quick else Settings(), seed=seed)
     if rounds is not None:
         settings = replace(settings, rounds=rounds)
-    choices = AgGemmOptions(policy=policy, order=order, transport=transport, layout=layout)
+    choices = driver.options(policy=policy, order=order, transport=transport)
+    if isinstance(choices, AgGemmOptions):
+        choices = replace(choices, layout=layout)
     described = {
         "op": op, "command": _command(), "policy": policy, "order": order, "transport": transport,
         "quick": quick,
@@ -116,14 +127,16 @@ def write(json_path: Path | None, report: Report) -> None:
         json_path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def _cases(shapes: str | None, layout: str, ablation: bool) -> tuple[list[Case], list[Case]]:
+def _cases(
+    op: str, shapes: str | None, layout: str, ablation: bool
+) -> tuple[list[Case], list[Case]]:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if shapes is None and not ablation:
         shapes = DEFAULT_SHAPES
     try:
         return (
-            [] if shapes is None else parse_cases(shapes, layout, ranks),
-            order_cases() if ablation else [],
+            [] if shapes is None else parse_cases(shapes, layout, ranks, op),
+            order_cases(op) if ablation else [],
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kosmos_tpsp.cli.drivers import Driver, driver_of, layout_of
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.catalog import Driver, driver_of, layout_of
 
 # Unit roundoff of bf16 is 2**-8 = 3.9e-3: one rounding of an exact sum stays below it, element by
 # element and so in every norm. FP32 accumulation adds less than 1e-5 of a row's norm.

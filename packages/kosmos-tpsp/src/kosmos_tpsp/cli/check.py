@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from kosmos_tpsp.cli.checking import run_request
-from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.request import Request
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 OPS = tuple(DRIVERS)
 ORDERS = tuple(order for driver in DRIVERS.values() for order in driver.orders)

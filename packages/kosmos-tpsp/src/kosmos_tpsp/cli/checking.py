@@ -18,12 +18,12 @@ from kosmos_core.worlds import World, gpu_world, group_world
 
 from kosmos_tpsp.cli.calls import Call, Ledger
 from kosmos_tpsp.cli.cases import sequence, shapes
-from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.killed import check_killed_rank
 from kosmos_tpsp.cli.report import Report, case_of
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu, run_on_devices
 from kosmos_tpsp.cli.schedules import DELAYS, POLICIES, Schedule
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 # Workgroups of a rank on the executor, more only where the cap asks for more.
 CPU_WGS = 4

@@ -218,7 +218,8 @@ def _times(
     rig = v.Rig(world, workspace, EventTimer(world), replace(OPTIONS, traced=False))
     case = Case(layer.label, layer.tokens, layer.local_width, layer.hidden)
     gathered = x.new_empty(layer.tokens, layer.hidden)
-    data = v.Data(x, w, gathered, x.new_empty(layer.tokens, layer.local_width))
+    out = x.new_empty(layer.tokens, layer.local_width)
+    data = v.Data(x, w, gathered, out, out)
     calls = {
         BASELINE: v.baseline(rig, case, data).call,
         FUSED: v.fused_call(data, workspace, rig.choices),

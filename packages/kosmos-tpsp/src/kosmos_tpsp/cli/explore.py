@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from kosmos_tpsp.cli.drivers import DRIVERS
 from kosmos_tpsp.cli.exploration import Exploration
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 OPS = tuple(DRIVERS)
 

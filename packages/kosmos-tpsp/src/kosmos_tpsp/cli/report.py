@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kosmos_tpsp.cli.calls import Call, Verdict
-from kosmos_tpsp.cli.drivers import layout_of
 from kosmos_tpsp.cli.rig import Run
+from kosmos_tpsp.ops.catalog import layout_of
 
 
 @dataclass

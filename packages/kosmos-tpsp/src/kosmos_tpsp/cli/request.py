@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import click
 
-from kosmos_tpsp.cli.drivers import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 MAX_RANKS = 8
 DEFAULT_SCHEDULES = 3

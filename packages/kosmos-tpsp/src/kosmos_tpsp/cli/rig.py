@@ -14,9 +14,9 @@ from kosmos_core.worlds import World, cpu_world
 from kosmos_heuristics import Machine
 
 from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
-from kosmos_tpsp.cli.drivers import outputs
 from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.schedules import Schedule
+from kosmos_tpsp.ops.catalog import outputs
 from kosmos_tpsp.ops.prepared import Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 

@@ -12,10 +12,10 @@ from typing import Any
 from kosmos_heuristics import Machine, load_machine
 
 from kosmos_tpsp.cli.calls import Call
-from kosmos_tpsp.cli.drivers import layout_of
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.catalog import layout_of
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
 # Around the points where the epoch's sign, its 32 bits and its parity turn over.

@@ -1,4 +1,4 @@
-"""How the checks make a call of each op: its operands' and output's shapes, and the op itself."""
+"""What checks and benchmarks must know of each op: shapes, choices, and the op itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Driver:
-    """One op as the checks see it; `size` is the number of ranks.
+    """One op; `size` is the number of ranks.
 
     Attributes:
         name: the op.
@@ -31,6 +31,7 @@ class Driver:
         x_rows: (m, size) rows of x.
         out_rows: (m, size) rows of the output.
         width: features of the workspace that a call takes.
+        crew: the choice that says how many workgroups move for each peer.
         remote_bytes: (shape, size) bytes that cross ranks, into and out of each one.
     """
 
@@ -44,6 +45,7 @@ class Driver:
     x_rows: Callable[[int, int], int]
     out_rows: Callable[[int, int], int]
     width: Callable[[Shape], int]
+    crew: str
     remote_bytes: Callable[[Shape, int], int]
 
 
@@ -72,12 +74,14 @@ DRIVERS = {
             "ag_gemm", AgGemmOptions, ("local_first", "chunk_major", "naive"),
             ("one_way", "two_way", "fixed", "serial"), ag_gemm, describe_call, prepare_ag_gemm,
             x_rows=_chunk, out_rows=_all, width=lambda shape: shape[2],
+            crew="movers_per_peer",
             remote_bytes=_gather_bytes,
         ),
         Driver(
             "gemm_rs", GemmRsOptions, ("band_major", "row_major"), ("one_way", "fixed", "serial"),
             gemm_rs, describe_gemm_rs, prepare_gemm_rs,
             x_rows=_all, out_rows=_chunk, width=lambda shape: shape[1],
+            crew="reducers_per_peer",
             remote_bytes=_scatter_bytes,
         ),
     )
