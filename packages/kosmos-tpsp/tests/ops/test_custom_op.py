@@ -9,7 +9,7 @@ import pytest
 import torch
 from kosmos_core.errors import WorkspaceError
 from kosmos_core.worlds import cpu_world
-from kosmos_tpsp import AgGemmOptions, TpSpWorkspace, ag_gemm
+from kosmos_tpsp import AgGemmOptions, GemmRsOptions, TpSpWorkspace, ag_gemm, gemm_rs
 from kosmos_tpsp.ops.registry import call_handle, resolve
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,6 +38,24 @@ def test_operator_equals_the_function(layout):
             assert torch.equal(out, expected[0])
             assert torch.equal(gathered, expected[1])
             assert torch.equal(gathered[rank * ROWS : (rank + 1) * ROWS], x)
+
+    with cpu_world(2, race="raise", strict=True) as world:
+        world.spmd(host, world)
+
+
+def test_the_operator_of_gemm_rs_equals_the_function():
+    def host(rank, world):
+        with TpSpWorkspace(world, 2 * ROWS, N) as workspace:
+            g = torch.Generator().manual_seed(rank)
+            x, w = (torch.randn(rows, K, generator=g).bfloat16() for rows in (2 * ROWS, N))
+            handle = call_handle(workspace, GemmRsOptions())
+            expected = gemm_rs(x, w, workspace)
+            assert expected.shape == (ROWS, N)
+            assert torch.equal(torch.ops.kosmos.gemm_rs(x, w, handle), expected)
+            with FakeTensorMode():
+                fake = torch.empty(2 * ROWS, K, dtype=torch.bfloat16)
+                shape = torch.ops.kosmos.gemm_rs(fake, torch.empty(N, K).bfloat16(), handle).shape
+            assert shape == expected.shape
 
     with cpu_world(2, race="raise", strict=True) as world:
         world.spmd(host, world)

@@ -30,7 +30,7 @@ from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
 from kosmos_tpsp.bench.variants import Rig
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.catalog import driver_of
-from kosmos_tpsp.ops.custom import ag_gemm_op
+from kosmos_tpsp.ops.custom import ag_gemm_op, gemm_rs_op
 from kosmos_tpsp.ops.registry import call_handle
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -149,6 +149,9 @@ def host_cost(rig: Rig, calls: int) -> dict[str, float]:
         options = replace(options, layout="tn", keep_gathered=False)
         handle = call_handle(rig.workspace, options)
         entries["kosmos::ag_gemm"] = lambda: ag_gemm_op(x, w, handle)
+    else:
+        handle = call_handle(rig.workspace, options)
+        entries["kosmos::gemm_rs"] = lambda: gemm_rs_op(x, w, handle)
     costs = {}
     with torch.no_grad():
         for name, entry in entries.items():

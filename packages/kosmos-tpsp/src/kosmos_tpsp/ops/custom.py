@@ -1,7 +1,7 @@
 """Operators of the dispatcher: what autograd, `torch.compile` and CUDA graphs see.
 
-`torch.ops.kosmos.ag_gemm(x, w, call)` and `torch.ops.kosmos.ag_gemm_gathered(x, w, call)`; `call`
-comes from `kosmos_tpsp.ops.registry.call_handle`.
+`torch.ops.kosmos.ag_gemm(x, w, call)`, `ag_gemm_gathered(x, w, call)` and `gemm_rs(x, w, call)`;
+`call` comes from `kosmos_tpsp.ops.registry.call_handle`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.ops.registry import resolve
 
 
@@ -52,4 +53,17 @@ def _ag_gemm_gathered_fake(
     return x.new_empty((m, n)), x.new_empty((m, k))
 
 
-__all__ = ["AgGemmOptions", "ag_gemm_gathered_op", "ag_gemm_op"]
+@torch.library.custom_op("kosmos::gemm_rs", mutates_args=())
+def gemm_rs_op(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    """`gemm_rs`: out [m / world size, n]."""
+    workspace, options = resolve(call)
+    return gemm_rs(x, w, workspace, options=options)
+
+
+@gemm_rs_op.register_fake
+def _gemm_rs_fake(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    workspace, _ = resolve(call)
+    return x.new_empty((x.shape[0] // workspace.world.size, w.shape[0]))
+
+
+__all__ = ["AgGemmOptions", "GemmRsOptions", "ag_gemm_gathered_op", "ag_gemm_op", "gemm_rs_op"]
