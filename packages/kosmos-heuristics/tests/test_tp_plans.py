@@ -262,3 +262,22 @@ def test_order_and_policy_show_in_the_estimate():
             for policy in ("one_way", "serial")
         )
         assert one_way < serial
+
+
+def test_ranks_with_different_caps_agree_on_what_an_owner_counts():
+    rng = random.Random(0)
+    shapes = set()
+    for _ in range(300):
+        size = rng.choice([2, 4, 8])
+        problem = GemmRsProblem(
+            size * rng.randint(1, 4096), 8 * rng.randint(1, 1024), 8 * rng.randint(8, 512), size
+        )
+        machine = load_machine(rng.choice(["h200", "mi350x"]))
+        plans = [
+            plan_gemm_rs(problem, machine, cap=cap, transport="push")
+            for cap in (None, 2, rng.randint(2, machine.num_wgs))
+        ]
+        agreed = {(p.block_m, p.block_n, p.band_rows) for p in plans}
+        assert len(agreed) == 1
+        shapes |= agreed
+    assert len({(m, n) for m, n, _ in shapes}) > 1

@@ -93,7 +93,8 @@ def plan_gemm_rs(
     saturation = "builders join up to saturation: 8 per peer on a mesh, else all"
     draft.set("max_movers", most, saturation, "paper section 3.2.2 and Table A.4")
 
-    tile = draft.set_tile(problem, grid)
+    # Not by the cap, which may differ between ranks: an owner counts the tiles of every source.
+    tile = draft.set_tile(problem, machine.num_wgs)
     band, rule = _band_rows(problem, machine, tile.block_m, tile.block_n)
     draft.set("band_rows", band, rule, f"paper section 3.1.1; size: {NOT_PRINTED}")
     set_unit(draft, problem, min(UNIT_ROWS, band))
