@@ -18,6 +18,7 @@ from kosmos_heuristics.load import load_machine
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.plans import ORDERS, POLICIES, AgGemmPlan
 from kosmos_heuristics.problems import DTYPES, LAYOUTS, AgGemmProblem
+from kosmos_heuristics.simulate.cli import COMMANDS
 
 OPS = ("ag_gemm",)
 
@@ -95,6 +96,10 @@ def plan(
     click.echo(f"declined: {declined}" if declined else "fused")
     if explain:
         _print_reasons(chosen)
+
+
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def _json(
