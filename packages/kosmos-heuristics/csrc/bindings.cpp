@@ -36,6 +36,7 @@ Rank read_rank(const py::handle& r) {
     rank.alternate = field<bool>(r, "alternate");
     rank.join = field<int>(r, "join");
     rank.steal = field<int>(r, "steal");
+    rank.switch_at = field<int>(r, "switch_at");
     return rank;
 }
 

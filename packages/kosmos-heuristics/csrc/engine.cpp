@@ -245,7 +245,9 @@ class Engine {
             return;
         }
         if (self.role == kPlanned) {
-            if (self.stolen < spec.steal && left(rank, kTiles)) {
+            const bool early =
+                self.stolen < spec.steal && heads_[rank][kTiles] < spec.switch_at;
+            if (early && left(rank, kTiles)) {
                 ++self.stolen;
                 take(rank, wg, kTiles);
                 return;

@@ -27,7 +27,7 @@ struct Rank {
     std::vector<double> starts;
     std::vector<int> roles, after;
     bool alternate = false;
-    int join = 0, steal = 0;
+    int join = 0, steal = 0, switch_at = 0;
 };
 
 struct Program {

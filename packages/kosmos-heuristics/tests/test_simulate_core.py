@@ -146,6 +146,7 @@ def random_program(seed: int) -> Program:
         spec = rank_of(roles, after=draw.choice((BUILDER, DUAL)), steal=draw.randint(0, 3))
         spec.starts = [draw.random() for _ in roles]
         spec.alternate, spec.join = draw.random() < 0.5, draw.randint(0, 4)
+        spec.switch_at = draw.choice((0, 4, 1000))
         specs.append(spec)
         for _ in range(draw.randint(1, 30)):
             counters += [1, 1]

@@ -12,16 +12,21 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kosmos_heuristics.errors import ProblemError
 from kosmos_heuristics.simulate import calibrate as fitting
 from kosmos_heuristics.simulate.model import DTYPES, SimMachine, sim_machine
+from kosmos_heuristics.simulate.moe import POLICIES as MOE_POLICIES
+from kosmos_heuristics.simulate.moe import PUSH_ORDERS, MoeCase
 from kosmos_heuristics.simulate.native import CORES
 from kosmos_heuristics.simulate.picture import write_png, write_trace
-from kosmos_heuristics.simulate.reproduce import TABLES, Row, reproduce, summarise
-from kosmos_heuristics.simulate.simulate import Outcome, simulate
+from kosmos_heuristics.simulate.reproduce import TABLES, Row, reproduce, saturating_crew, summarise
+from kosmos_heuristics.simulate.simulate import Outcome, simulate, simulate_moe
 from kosmos_heuristics.simulate.tables import tpsp_cells
 from kosmos_heuristics.simulate.tpsp import AG_ORDERS, POLICIES, RS_ORDERS, Case
 
-OPS = ("ag_gemm", "gemm_rs", "bulk_ag", "bulk_rs")
+TPSP_OPS = ("ag_gemm", "gemm_rs", "bulk_ag", "bulk_rs")
+MOE_OPS = ("moe_forward", "moe_backward")
+OPS = TPSP_OPS + MOE_OPS
 LAYOUTS = ("tn", "nn")
 MACHINE_HELP = "mi350x or a JSON file of simulated machines."
 
@@ -30,13 +35,24 @@ MACHINE_HELP = "mi350x or a JSON file of simulated machines."
 @click.argument("op", metavar="OP", type=click.Choice(OPS))
 @click.option("--machine", default="mi350x", show_default=True, help=MACHINE_HELP)
 @click.option("--tp", default=8, show_default=True, type=int, help="Ranks in the group.")
-@click.option("--m", required=True, type=int, help="Rows of the GEMM.")
-@click.option("--n", required=True, type=int, help="Columns of the GEMM.")
-@click.option("--k", required=True, type=int, help="Contraction (bulk_rs: the tokens).")
+@click.option("--m", type=int, help="Rows of the GEMM.")
+@click.option("--n", type=int, help="Columns of the GEMM.")
+@click.option("--k", type=int, help="Contraction (bulk_rs: the tokens).")
+@click.option("--ep", default=8, show_default=True, type=int, help="MoE: ranks in the group.")
+@click.option("--tokens", type=int, help="MoE: tokens of a rank.")
+@click.option("--hidden", type=int, help="MoE: width of the model.")
+@click.option("--inter", type=int, help="MoE: width of an expert.")
+@click.option("--experts", type=int, help="MoE: experts over all ranks.")
+@click.option("--topk", type=int, help="MoE: experts of a token.")
+@click.option("--skew", default=1.0, show_default=True, help="MoE: the busiest rank's load / mean.")
 @click.option("--layout", default="tn", show_default=True, type=click.Choice(LAYOUTS))
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(DTYPES))
-@click.option("--policy", default="one_way", show_default=True, type=click.Choice(POLICIES))
-@click.option("--order", default="", help=f"{', '.join(AG_ORDERS + RS_ORDERS)}.")
+@click.option(
+    "--policy",
+    type=click.Choice(tuple(dict.fromkeys(POLICIES + MOE_POLICIES))),
+    help="[default: one_way; MoE: two_way]",
+)
+@click.option("--order", default="", help=f"{', '.join(AG_ORDERS + RS_ORDERS + PUSH_ORDERS)}.")
 @click.option("--crew", type=int, help="Movers per peer.  [default: by the rules]")
 @click.option("--cap", type=int, help="Most WGs in the grid.  [default: all resident]")
 @click.option("--core", default="auto", show_default=True, type=click.Choice(CORES))
@@ -47,12 +63,19 @@ def simulate_command(
     op: str,
     machine: str,
     tp: int,
-    m: int,
-    n: int,
-    k: int,
+    m: int | None,
+    n: int | None,
+    k: int | None,
+    ep: int,
+    tokens: int | None,
+    hidden: int | None,
+    inter: int | None,
+    experts: int | None,
+    topk: int | None,
+    skew: float,
     layout: str,
     dtype: str,
-    policy: str,
+    policy: str | None,
     order: str,
     crew: int | None,
     cap: int | None,
@@ -62,10 +85,37 @@ def simulate_command(
     png: str | None,
 ) -> None:
     """Play one call of OP tile by tile and print its time and what its WGs did."""
-    kernel = f"ag_gemm_{layout}" if op == "ag_gemm" else op
-    case = Case(kernel, m, n, k, dtype, tp, policy, order, crew, cap)
+    described = sim_machine(machine, dtype)
     keep = trace is not None or png is not None
-    outcome = simulate(case, sim_machine(machine, dtype), trace=keep, core=core)
+    case: Case | MoeCase
+    if op in MOE_OPS:
+        sizes = {"tokens": tokens, "hidden": hidden, "inter": inter, "experts": experts}
+        numbers = _needed({**sizes, "topk": topk})
+        case = MoeCase(
+            op.removeprefix("moe_"),
+            **numbers,
+            dtype=dtype,
+            world_size=ep,
+            skew=skew,
+            policy=policy or "two_way",
+            push_order=order or "destination_minor",
+            crew=crew or saturating_crew(described, max(1, ep - 1)),
+        )
+        outcome = simulate_moe(case, described, trace=keep, core=core)
+    else:
+        kernel = f"ag_gemm_{layout}" if op == "ag_gemm" else op
+        numbers = _needed({"m": m, "n": n, "k": k})
+        case = Case(
+            kernel,
+            **numbers,
+            dtype=dtype,
+            world_size=tp,
+            policy=policy or "one_way",
+            order=order,
+            crew=crew,
+            cap=cap,
+        )
+        outcome = simulate(case, described, trace=keep, core=core)
     if trace is not None:
         write_trace(outcome.played.spans, trace)
     if png is not None:
@@ -73,9 +123,10 @@ def simulate_command(
     if as_json:
         click.echo(json.dumps({"machine": machine, "case": asdict(case), **_numbers(outcome)}))
         return
+    unfused = "" if outcome.baseline_ms is None else f", {outcome.baseline_ms:.3f} ms unfused"
     click.echo(
-        f"{machine}: {outcome.time_ms:.3f} ms, {outcome.baseline_ms:.3f} ms unfused, bound "
-        f"{outcome.bound_ms:.3f} ms; {outcome.num_movers} WGs start as movers, "
+        f"{machine}: {outcome.time_ms:.3f} ms{unfused}, bound {outcome.bound_ms:.3f} ms; "
+        f"{outcome.num_movers} WGs start as movers, "
         f"{outcome.remote_bytes / 1e6:.1f} MB in per rank"
     )
     click.echo(
@@ -84,7 +135,19 @@ def simulate_command(
     )
 
 
-def _numbers(outcome: Outcome) -> dict[str, float]:
+def _needed(sizes: dict[str, int | None]) -> dict[str, int]:
+    """The sizes, all of them given.
+
+    Raises:
+        ProblemError: One is missing.
+    """
+    for name, size in sizes.items():
+        if size is None:
+            raise ProblemError(name, None, "a positive size", f"pass --{name}")
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _numbers(outcome: Outcome) -> dict[str, object]:
     names = [name for name in vars(outcome) if name != "played"]
     return {name: getattr(outcome, name) for name in names}
 
@@ -103,7 +166,7 @@ def reproduce_command(table: str, machine: str, path: str | None) -> None:
         )
     if path is not None:
         _write_csv(rows, path)
-    if table != "tpsp":
+    if table in ("policy", "orders"):
         _print_rows(rows)
     _print_summary(rows)
 

@@ -56,3 +56,37 @@ def split_k(kernel: str, dtype: str, tiles: int) -> int:
     if kernel == "bulk_rs":
         return 4 if tiles <= 64 else 1
     return next((s for s in (4, 2) if s * tiles <= _WORKSPACE_TILES), 1)
+
+
+def _crew(wgs: float, least: int, most: int) -> int:
+    return min(max(cdiv(int(-(-wgs // 1)), 8) * 8, least), most)
+
+
+def moe_forward_crews(dtype: str, inter: int, column_wise: bool, cap: int) -> tuple[int, int]:
+    """Dispatch and combine crews of the forward, Table B.3 rows 6 and 7.
+
+    Args:
+        dtype: ``bf16`` or ``mxfp8``.
+        inter: Width of an expert.
+        column_wise: Whether the column-wise copy of the input is sent too.
+        cap: Workgroups in the grid.
+    """
+    if dtype == "bf16":
+        dispatch = 32 if inter < 1024 else 24 if inter < 3072 else 16
+    else:
+        dispatch = min(max(round(24576 / inter / 8) * 8, 16), 48) * (2 if column_wise else 1)
+    return min(dispatch, cap // 2), min(128, cap) // 8 * 8
+
+
+def moe_backward_crews(dtype: str, push_ms: float, gemm_ms: float, cap: int) -> tuple[int, int]:
+    """Dispatch and combine crews of the backward, Table B.3 rows 8 and 9.
+
+    Args:
+        dtype: ``bf16`` or ``mxfp8``.
+        push_ms: Time of one direction's bytes at the transport's limit.
+        gemm_ms: Time of all GEMMs at the machine's throughput.
+        cap: Workgroups in the grid.
+    """
+    dispatch = _crew(256 * push_ms / (push_ms + gemm_ms), 32, 64)
+    combine = _crew(256 * push_ms / gemm_ms, 24 if dtype == "bf16" else 32, 128)
+    return min(dispatch, cap // 2), min(combine, cap)

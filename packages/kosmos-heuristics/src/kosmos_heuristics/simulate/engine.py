@@ -225,7 +225,9 @@ class Engine:
             self._dual(rank, wg)
             return
         if roles[wg] == PLANNED:
-            if self._stolen[rank][wg] < spec.steal and self._left(rank, TILES):
+            head = self._heads[rank][TILES]
+            early = self._stolen[rank][wg] < spec.steal and head < spec.switch_at
+            if early and self._left(rank, TILES):
                 self._stolen[rank][wg] += 1
                 self._take(rank, wg, TILES)
                 return

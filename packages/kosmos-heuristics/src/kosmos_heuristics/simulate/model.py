@@ -28,6 +28,7 @@ _MAY_BE_ZERO = (
     "build_drag",
     "move_drag",
     "collective_us",
+    "route_us",
     "vendor_gemm_us",
     "vendor_tail",
 )
@@ -52,7 +53,8 @@ class SimMachine:
         unit_us: Fixed cost of a transfer (claim, first round trip).
         flag_us: From an item's end to the moment at which others see it.
         launch_us: Fixed cost of one call (launch, start words, last leaver).
-        copy_gbps: GB/s that one mover copies (all-gather, dispatch, combine).
+        copy_gbps: GB/s that one mover pulls (all-gather).
+        push_gbps: GB/s that one mover pushes (dispatch, combine).
         reduce_gbps: GB/s that one mover pulls and sums (reduce-scatter).
         sentinel: Share by which polling data and poisoning it anew lengthen a fused reduction.
         link_gbps: GB/s of one link (mesh), or of all of a rank's links (switch).
@@ -61,6 +63,9 @@ class SimMachine:
         curve_peers: Peers among which the transport was measured.
         build_drag: Share of their rate that builders lose beside a transport at its limit.
         move_drag: Share of their rate that movers lose beside a grid of builders.
+        hbm_gbps: Local memory bandwidth, GB/s (the fold of an expert layer reads and writes).
+        route_us: Fixed cost of routing and planning an expert layer.
+        route_tflops: TFLOPS of the router's GEMM.
         collective_gbps: GB/s into one rank of the vendor's all-gather.
         reduction_gbps: GB/s into one rank of the vendor's reduce-scatter.
         collective_us: Fixed cost of a vendor's collective.
@@ -84,6 +89,7 @@ class SimMachine:
     flag_us: float
     launch_us: float
     copy_gbps: float
+    push_gbps: float
     reduce_gbps: float
     sentinel: float
     link_gbps: float
@@ -92,6 +98,9 @@ class SimMachine:
     curve_peers: int
     build_drag: float
     move_drag: float
+    hbm_gbps: float
+    route_us: float
+    route_tflops: float
     collective_gbps: float
     reduction_gbps: float
     collective_us: float

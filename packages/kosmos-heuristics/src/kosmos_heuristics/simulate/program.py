@@ -100,6 +100,7 @@ class Rank:
         alternate: Whether a mover builds a tile that is ready between two transfers (two-way).
         join: Most workgroups that transfer at once when builders find no tile left; 0 keeps roles.
         steal: Tiles that a planned workgroup builds before it turns to the downstream queue.
+        switch_at: Place in the tile queue at which it turns to it in any case.
     """
 
     queues: list[Queue]
@@ -109,6 +110,7 @@ class Rank:
     alternate: bool = False
     join: int = 0
     steal: int = 0
+    switch_at: int = 1 << 30
 
 
 @dataclass

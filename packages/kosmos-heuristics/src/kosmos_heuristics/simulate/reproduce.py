@@ -8,11 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kosmos_heuristics.simulate.model import SimMachine
-from kosmos_heuristics.simulate.simulate import simulate
-from kosmos_heuristics.simulate.tables import read_table, tpsp_cells
+from kosmos_heuristics.simulate.simulate import baseline_ms, simulate, simulate_moe
+from kosmos_heuristics.simulate.tables import (
+    MOE_MODELS,
+    moe_case,
+    moe_cells,
+    read_table,
+    tpsp_cells,
+)
 from kosmos_heuristics.simulate.tpsp import Case
 
-TABLES = ("tpsp", "policy", "orders")
+TABLES = ("tpsp", "moe", "policy", "orders")
 Machines = dict[str, SimMachine]
 Tick = Callable[[int, int], None]
 
@@ -64,12 +70,12 @@ def reproduce(table: str, machines: Machines, tick: Tick = lambda done, total: N
     """Simulate a table.
 
     Args:
-        table: ``tpsp`` (Tables C.3 to C.11), ``policy`` (Table 2, TP+SP) or ``orders`` (Tables A.2
-            and A.3).
+        table: ``tpsp`` (Tables C.3 to C.11), ``moe`` (the 72 MoE cells), ``policy`` (Table 2) or
+            ``orders`` (Tables A.2, A.3 and A.5).
         machines: The machine by dtype.
         tick: Called with cells done and cells in all.
     """
-    return {"tpsp": _tpsp, "policy": _policy, "orders": _orders}[table](machines, tick)
+    return {"tpsp": _tpsp, "moe": _moe, "policy": _policy, "orders": _orders}[table](machines, tick)
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
@@ -105,7 +111,7 @@ def _tpsp(machines: Machines, tick: Tick) -> list[Row]:
                 cell.label,
                 outcome.time_ms,
                 cell.kosmos_ms,
-                outcome.baseline_ms / outcome.time_ms,
+                baseline_ms(cell.case, machines[cell.case.dtype]) / outcome.time_ms,
                 cell.base_ms / cell.kosmos_ms,
             )
         )
@@ -129,19 +135,52 @@ def policy_cases(kernel: str) -> list[Case]:
     return [Case(kernel, 8192 * b, n, k) for b in (1, 2, 4, 8) for n, k in shapes[kernel]]
 
 
+def _moe(machines: Machines, tick: Tick) -> list[Row]:
+    rows, cells = [], moe_cells()
+    for index, cell in enumerate(cells):
+        time = simulate_moe(cell.case, machines[cell.case.dtype]).time_ms
+        rows.append(Row(cell.group, cell.label, time, cell.kosmos_ms))
+        tick(index + 1, len(cells))
+    return rows
+
+
 def _policy(machines: Machines, tick: Tick) -> list[Row]:
     wanted = [
-        row
-        for row in read_table("policy")
-        if row["scope"] == "tpsp" and row["gpu"] == "MI350X" and row["speedup_over_fixed"]
+        row for row in read_table("policy") if row["gpu"] == "MI350X" and row["speedup_over_fixed"]
     ]
     rows = []
     for index, row in enumerate(wanted):
-        ratios = policy_ratios(_POLICY_KERNELS[row["case"]], row["policy"], machines["bf16"])
+        if row["scope"] == "tpsp":
+            kernel = _POLICY_KERNELS[row["case"]]
+            ratios = policy_ratios(kernel, row["policy"], machines["bf16"])
+        else:
+            ratios = moe_policy_ratios(row["case"], row["policy"], machines["bf16"])
         label = f"{row['case']} {row['policy']}"
-        rows.append(Row("TP+SP", label, geomean(ratios), float(row["speedup_over_fixed"])))
+        scope = {"tpsp": "TP+SP", "moe": "MoE"}[row["scope"]]
+        rows.append(Row(scope, label, geomean(ratios), float(row["speedup_over_fixed"])))
         tick(index + 1, len(wanted))
     return rows
+
+
+def moe_policy_ratios(which: str, policy: str, machine: SimMachine) -> list[float]:
+    """Time of the fixed crew over that of a policy, by model: ``fwd balanced`` and so on."""
+    direction, routing = which.split()
+    ratios = []
+    for model in MOE_MODELS:
+        case = moe_case(model, {"fwd": "forward", "bwd": "backward"}[direction], "bf16", routing)
+        case = replace(case, crew=saturating_crew(machine))
+        fixed = simulate_moe(replace(case, policy="fixed"), machine).time_ms
+        ratios.append(fixed / simulate_moe(replace(case, policy=policy), machine).time_ms)
+    return ratios
+
+
+def saturating_crew(machine: SimMachine, peers: int = 7) -> int:
+    """The smallest crew that reaches 98 % of the push bandwidth, as in the paper's Figure A.4."""
+    limit = machine.link_gbps * (peers if machine.topology == "mesh" else 1)
+    table = machine.share_table(machine.push_gbps, limit)
+    peak = max(wgs * rate for wgs, rate in enumerate(table))
+    crews = range(8, machine.num_wgs // 2 + 1, 8)
+    return next((crew for crew in crews if crew * table[crew] >= 0.98 * peak), crews[-1])
 
 
 def policy_ratios(kernel: str, policy: str, machine: SimMachine) -> list[float]:
@@ -184,4 +223,16 @@ def _orders(machines: Machines, tick: Tick) -> list[Row]:
         simulated = simulate(other, machine).time_ms / simulate(case, machine).time_ms
         rows.append(Row("order", f"{kernel} {shape} {variant}", simulated, ratio))
         tick(index + 1, len(printed))
+    return rows + _push_orders(machines["bf16"])
+
+
+def _push_orders(machine: SimMachine) -> list[Row]:
+    rows = []
+    for row in read_table("ablations"):
+        if row["table"] == "A.5" and row["ratio_printed"]:
+            case = moe_case("DeepSeek-V3", row["phase"], "bf16", row["routing"])
+            major = replace(case, push_order="destination_major")
+            ratio = simulate_moe(major, machine).time_ms / simulate_moe(case, machine).time_ms
+            label = f"moe_{row['phase']} {row['routing']} destination-major"
+            rows.append(Row("push order", label, ratio, float(row["ratio_printed"])))
     return rows

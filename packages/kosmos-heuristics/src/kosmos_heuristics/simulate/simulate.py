@@ -1,4 +1,4 @@
-"""Simulating one TP+SP call, fused and as the vendor's collective and GEMM in sequence."""
+"""Simulating one call, and what a TP+SP call takes as the vendor's collective and GEMM."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.simulate.crews import TILE
 from kosmos_heuristics.simulate.model import SimMachine
+from kosmos_heuristics.simulate.moe import MoeCase, around_ms, build_moe, moe_bound_ms
 from kosmos_heuristics.simulate.native import play
-from kosmos_heuristics.simulate.program import DOWNSTREAM, TILES, UPSTREAM, Played
+from kosmos_heuristics.simulate.program import (
+    BUILDER,
+    DOWNSTREAM,
+    TILES,
+    UPSTREAM,
+    Played,
+    Program,
+)
 from kosmos_heuristics.simulate.tpsp import Case, build
 
 
@@ -18,7 +26,7 @@ class Outcome:
 
     Args:
         time_ms: The fused call.
-        baseline_ms: The vendor's collective, then its GEMM.
+        baseline_ms: The vendor's collective, then its GEMM; None for an MoE layer.
         bound_ms: No schedule is faster: the longer of the work on all workgroups and the bytes at
             the links' limit.
         build_ms: Workgroup-milliseconds spent on tiles.
@@ -27,12 +35,12 @@ class Outcome:
         move_wait_ms: The same of movers.
         idle_ms: Workgroup-milliseconds with nothing claimed.
         remote_bytes: Bytes that crossed the fabric into each rank.
-        num_movers: Workgroups that started as movers.
+        num_movers: Workgroups of the first rank that started as anything but builders.
         played: What the core returned, with its spans if they were asked for.
     """
 
     time_ms: float
-    baseline_ms: float
+    baseline_ms: float | None
     bound_ms: float
     build_ms: float
     move_ms: float
@@ -58,23 +66,55 @@ def simulate(
     Raises:
         HeuristicsError: Bad input, naming the field.
     """
-    program = build(case, machine)
+    around = machine.launch_us * 1e-3
+    base, bound = baseline_ms(case, machine), bound_ms(case, machine)
+    return _outcome(build(case, machine), case.remote_bytes, around, base, bound, trace, core)
+
+
+def simulate_moe(
+    case: MoeCase, machine: SimMachine, *, trace: bool = False, core: str = "auto"
+) -> Outcome:
+    """Simulate one call of an MoE layer. Figures are of all played ranks together.
+
+    Args:
+        case: The call.
+        machine: The machine, read for the case's dtype.
+        trace: Whether to keep every item's span.
+        core: ``auto``, ``native`` or ``python``.
+
+    Raises:
+        HeuristicsError: Bad input, naming the field.
+    """
+    around = machine.launch_us * 1e-3 + around_ms(case, machine)
+    bound = moe_bound_ms(case, machine)
+    return _outcome(build_moe(case, machine), case.remote_bytes, around, None, bound, trace, core)
+
+
+def _outcome(
+    program: Program,
+    remote_bytes: float,
+    around: float,
+    base: float | None,
+    bound: float,
+    trace: bool,
+    core: str,
+) -> Outcome:
     played = play(program, trace, core)
     end = max(played.end_us)
     busy = [sum(rank[q] for rank in played.busy_us) for q in (TILES, UPSTREAM, DOWNSTREAM)]
     wait = [sum(rank[q] for rank in played.wait_us) for q in (TILES, UPSTREAM, DOWNSTREAM)]
     total = end * sum(len(rank.roles) for rank in program.ranks)
     return Outcome(
-        time_ms=(end + machine.launch_us) * 1e-3,
-        baseline_ms=baseline_ms(case, machine),
-        bound_ms=bound_ms(case, machine),
+        time_ms=end * 1e-3 + around,
+        baseline_ms=base,
+        bound_ms=bound,
         build_ms=busy[0] * 1e-3,
         move_ms=(busy[1] + busy[2]) * 1e-3,
         build_wait_ms=wait[0] * 1e-3,
         move_wait_ms=(wait[1] + wait[2]) * 1e-3,
         idle_ms=max(0.0, total - sum(busy) - sum(wait)) * 1e-3,
-        remote_bytes=case.remote_bytes,
-        num_movers=case.num_movers(machine.num_wgs),
+        remote_bytes=remote_bytes,
+        num_movers=sum(role != BUILDER for role in program.ranks[0].roles),
         played=played,
     )
 

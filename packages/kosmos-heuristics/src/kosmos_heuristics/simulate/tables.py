@@ -9,6 +9,7 @@ import csv
 from dataclasses import dataclass
 from importlib import resources
 
+from kosmos_heuristics.simulate.moe import MoeCase
 from kosmos_heuristics.simulate.tpsp import Case
 
 PAPER_KERNELS = {
@@ -52,3 +53,53 @@ def tpsp_cells() -> list[Cell]:
         label = f"{row['model']}-{row['layer']}-MBS{row['mbs']}"
         cells.append(Cell(case, label, float(row["base_ms"]), float(row["kosmos_ms"])))
     return cells
+
+
+# Hidden size, expert width, experts, experts of a token. Hidden x width x top-k is what the printed
+# TFLOPS imply; the factors and the number of experts are public configurations.
+MOE_MODELS = {
+    "DeepSeek-V3": (7168, 2048, 256, 8),
+    "Kimi-K2.7-Code": (7168, 2048, 384, 8),
+    "Qwen3-235B": (4096, 1536, 128, 8),
+    "Qwen3-30B": (2048, 768, 128, 8),
+    "Llama 4 Scout": (5120, 8192, 16, 1),
+    "Llama 4 Maverick": (5120, 8192, 128, 1),
+    "GLM-5.2": (6144, 2048, 256, 8),
+    "Qwen3.5-397B": (4096, 1024, 512, 10),
+    "DeepSeek-V4-Pro": (7168, 3072, 384, 6),
+}
+MOE_TOKENS = 8192
+# Load of the busiest rank over the mean in the paper's skewed runs, which it does not print: the
+# number that fits its 36 skewed cells best.
+PAPER_SKEW = 2.3
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+
+def moe_case(model: str, direction: str, dtype: str, routing: str) -> MoeCase:
+    """A case of the paper's MoE benchmark: sequence 4096, micro-batch size 2, EP 8."""
+    hidden, inter, experts, topk = MOE_MODELS[model]
+    skew = PAPER_SKEW if routing == "skewed" else 1.0
+    return MoeCase(direction, MOE_TOKENS, hidden, inter, experts, topk, dtype, skew=skew)
+
+
+@dataclass(frozen=True)
+class MoeCell:
+    """A measured MoE cell: the call, its row's label and the fused layer's time."""
+
+    case: MoeCase
+    group: str
+    label: str
+    kosmos_ms: float
+
+
+def moe_cells() -> list[MoeCell]:
+    """The 72 MI350X cells of the MoE benchmark."""
+    return [
+        MoeCell(
+            moe_case(row["model"], _DIRECTIONS[row["direction"]], row["dtype"], row["routing"]),
+            f"{row['direction']} {row['dtype']} {row['routing']}",
+            row["model"],
+            float(row["kosmos_ms"]),
+        )
+        for row in read_table("moe_mi350x")
+    ]
