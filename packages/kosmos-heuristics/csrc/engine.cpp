@@ -255,6 +255,12 @@ class Engine {
             self.role = kReducer;
         }
         if (self.role == kBuilder) {
+            const bool blocked = spec.alternate && left(rank, kTiles) &&
+                                 held_by(rank, kTiles, heads_[rank][kTiles]) >= 0;
+            if (blocked && left(rank, kUpstream)) {
+                take(rank, wg, kUpstream);
+                return;
+            }
             if (left(rank, kTiles)) {
                 take(rank, wg, kTiles);
                 return;

@@ -19,8 +19,10 @@ from kosmos_heuristics.simulate.reproduce import reproduce, summarise
 CALLS = (
     ["simulate", "ag_gemm", "--m", "8192", "--n", "2304", "--k", "16384", "--json"],
     ["simulate", "gemm_rs", "--m", "8192", "--n", "4096", "--k", "512", "--dtype", "mxfp8"],
-    ["simulate", "moe_forward", "--tokens", "512", "--hidden", "512", "--inter", "256"]
-    + ["--experts", "16", "--topk", "2", "--skew", "2"],
+    [
+        *("simulate", "moe_forward", "--tokens", "512", "--hidden", "512", "--inter", "256"),
+        *("--experts", "16", "--topk", "2", "--skew", "2"),
+    ],
 )
 
 

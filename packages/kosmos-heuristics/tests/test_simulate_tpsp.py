@@ -9,7 +9,8 @@ import pytest
 from kosmos_heuristics.errors import MachineError, PlanError, ProblemError
 from kosmos_heuristics.orders import TileQueue
 from kosmos_heuristics.simulate import model
-from kosmos_heuristics.simulate.crews import TILE, per_peer, split_k
+from kosmos_heuristics.simulate.crews import per_peer, split_k
+from kosmos_heuristics.simulate.model import TILE_ROW as TILE
 from kosmos_heuristics.simulate.model import SimMachine, sim_machine
 from kosmos_heuristics.simulate.program import TILES, UPSTREAM
 from kosmos_heuristics.simulate.simulate import bytes_ms, simulate
@@ -178,7 +179,7 @@ def test_crews_and_splits_of_table_b3() -> None:
     assert per_peer("gemm_rs", "mxfp8", 65536, 16384, 6656, 256) == 5
     assert [split_k("ag_gemm_nn", "bf16", tiles) for tiles in (64, 128, 129)] == [4, 2, 1]
     assert split_k("ag_gemm_nn", "mxfp8", 1) == 1
-    assert Case("ag_gemm_tn", 8192, 768, 4096, cap=20).num_movers(256) == 7
+    assert Case("ag_gemm_tn", 8192, 768, 4096, cap=20).num_movers(sim_machine("mi350x")) == 7
 
 
 def test_bad_input_names_the_field(tmp_path: object) -> None:

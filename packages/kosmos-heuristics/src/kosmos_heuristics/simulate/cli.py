@@ -21,14 +21,14 @@ from kosmos_heuristics.simulate.native import CORES
 from kosmos_heuristics.simulate.picture import write_png, write_trace
 from kosmos_heuristics.simulate.reproduce import TABLES, Row, reproduce, saturating_crew, summarise
 from kosmos_heuristics.simulate.simulate import Outcome, simulate, simulate_moe
-from kosmos_heuristics.simulate.tables import tpsp_cells
+from kosmos_heuristics.simulate.tables import measured_cells, tpsp_cells
 from kosmos_heuristics.simulate.tpsp import AG_ORDERS, POLICIES, RS_ORDERS, Case
 
 TPSP_OPS = ("ag_gemm", "gemm_rs", "bulk_ag", "bulk_rs")
 MOE_OPS = ("moe_forward", "moe_backward")
 OPS = TPSP_OPS + MOE_OPS
 LAYOUTS = ("tn", "nn")
-MACHINE_HELP = "mi350x or a JSON file of simulated machines."
+MACHINE_HELP = "h200, mi350x, mi355x or a JSON file like theirs."
 
 
 @click.command("simulate")
@@ -186,9 +186,9 @@ def _write_csv(rows: Sequence[Row], path: str) -> None:
 def _print_rows(rows: Sequence[Row]) -> None:
     table = Table("cell", "simulated", "paper", "error")
     for row in rows:
-        table.add_row(
-            row.label, f"{row.simulated:.3f}", f"{row.printed:.3f}", f"{row.error * 100:+.1f} %"
-        )
+        printed = "" if row.printed is None else f"{row.printed:.3f}"
+        error = "" if row.error is None else f"{row.error * 100:+.1f} %"
+        table.add_row(row.label, f"{row.simulated:.3f}", printed, error)
     Console().print(table)
 
 
@@ -197,21 +197,36 @@ def _print_summary(rows: Sequence[Row]) -> None:
     for part in summarise(rows):
         means = (part.simulated_geomean, part.printed_geomean)
         shown = ["" if mean is None else f"{mean:.3f}" for mean in means]
-        median, worst = f"{part.median_error * 100:.1f} %", f"{part.worst_error * 100:.1f} %"
-        table.add_row(part.group, str(part.cells), median, worst, *shown)
+        errors = (part.median_error, part.worst_error)
+        percent = ["" if error is None else f"{error * 100:.1f} %" for error in errors]
+        table.add_row(part.group, str(part.cells), *percent, *shown)
     Console().print(table)
 
 
 @click.command("calibrate")
 @click.option("--machine", default="mi350x", show_default=True, help="Where the fit starts.")
+@click.option("--measured", type=click.Path(dir_okay=False), help="Times of ag_gemm on 2 GPUs.")
 @click.option("--rounds", default=6, show_default=True, type=click.IntRange(1, 100))
 @click.option("--output", required=True, type=click.Path(dir_okay=False), help="JSON to write.")
-def calibrate_command(machine: str, rounds: int, output: str) -> None:
-    """Fit a simulated machine to the paper's TP+SP tables."""
-    cells = tpsp_cells()
-    machines = _machines(machine)
-    machines = fitting.fit(machines, cells, fitting.fused_errors, rounds, click.echo)
-    machines = fitting.fit(machines, cells, fitting.vendor_errors, 30)
+def calibrate_command(machine: str, measured: str | None, rounds: int, output: str) -> None:
+    """Fit a simulated machine: to the paper's TP+SP tables, or to measured times (BF16)."""
+    if measured is None:
+        machines, cells = _machines(machine), tpsp_cells()
+        machines = fitting.fit(machines, cells, fitting.fused_errors, rounds, report=click.echo)
+        machines = fitting.fit(machines, cells, fitting.vendor_errors, 30)
+    else:
+        machines, cells = {"bf16": sim_machine(machine)}, measured_cells(measured, fitted=True)
+        machines = fitting.fit(
+            machines,
+            cells,
+            fitting.fused_errors,
+            rounds,
+            fields=({}, fitting.BESIDE),
+            report=click.echo,
+        )
+        machines = fitting.fit(
+            machines, cells, fitting.vendor_errors, 20, fields=({}, fitting.VENDOR_BESIDE)
+        )
     with open(output, "w", encoding="utf-8") as file:
         json.dump(fitting.to_data(machines), file, indent=2)
         file.write("\n")

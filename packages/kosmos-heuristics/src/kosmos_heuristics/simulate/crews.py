@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from kosmos_heuristics.checks import cdiv
 
-TILE = 256
 FIXED_PER_PEER = 8
 _WORKSPACE_TILES = 256
 
@@ -39,7 +38,7 @@ def per_peer(kernel: str, dtype: str, m: int, n: int, k: int, cap: int) -> int:
         # Printed: 8 for 5120 to 8191, else 4. Below 5120 Table C.12's whole calls are shorter than
         # Table A.4's reduction with 4, so 8 it must have been.
         return 8 if m <= 8191 else 4
-    waves = cdiv(m, TILE) * cdiv(n, TILE) / cap
+    waves = cdiv(m, 256) * cdiv(n, 256) / cap
     if k >= 4096:
         return 4 if bf16 else 5
     if k >= 3072:

@@ -233,6 +233,14 @@ class Engine:
                 return
             roles[wg] = REDUCER
         if roles[wg] == BUILDER:
+            blocked = (
+                spec.alternate
+                and self._left(rank, TILES)
+                and self._ready(rank, TILES, self._heads[rank][TILES]) >= 0
+            )
+            if blocked and self._left(rank, UPSTREAM):
+                self._take(rank, wg, UPSTREAM)
+                return
             if self._left(rank, TILES):
                 self._take(rank, wg, TILES)
                 return

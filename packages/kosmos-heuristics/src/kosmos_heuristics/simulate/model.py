@@ -13,10 +13,15 @@ from kosmos_heuristics.checks import check_choice, check_int, check_number
 from kosmos_heuristics.errors import MachineError
 from kosmos_heuristics.parts import FIX
 
-SIM_MACHINES = ("mi350x",)
+SIM_MACHINES = ("h200", "mi350x", "mi355x")
 TOPOLOGIES = ("mesh", "switch")
+RULES = ("table_b3", "saturate")
+# Rows at which gathered data is declared ready, and of an expert's row block.
+TILE_ROW = 256
+# A crew is close to the transport's limit at this share of it.
+SATURATED = 0.95
 DTYPES = ("bf16", "mxfp8")
-_COUNTS = ("num_wgs", "clock_wgs", "saturating_wgs", "curve_peers")
+_COUNTS = ("num_wgs", "tile_m", "tile_n", "clock_wgs", "saturating_wgs", "curve_peers")
 _MAY_BE_ZERO = (
     "boost",
     "tile_us",
@@ -42,6 +47,10 @@ class SimMachine:
         name: Name for messages.
         topology: ``mesh`` (a link per peer) or ``switch`` (all links serve any peer).
         num_wgs: Workgroups resident at once.
+        rules: ``table_b3`` (the paper's crews and split-K) or ``saturate`` (the smallest crew that
+            comes close to the transport's limit).
+        tile_m: Rows of an output tile; divides a tile row's 256.
+        tile_n: Columns of an output tile.
         clock_wgs: Builders below which the clock rises no further: the power cap is out of reach.
         tflops: Sustained TFLOPS of tiles with all workgroups building.
         power_exponent: TFLOPS of b builders go as ``(b / num_wgs) ** power_exponent``.
@@ -58,7 +67,8 @@ class SimMachine:
         reduce_gbps: GB/s that one mover pulls and sums (reduce-scatter).
         sentinel: Share by which polling data and poisoning it anew lengthen a fused reduction.
         link_gbps: GB/s of one link (mesh), or of all of a rank's links (switch).
-        sharpness: How sharply a transport saturates: ``(a^-s + b^-s)^(-1/s)`` of both limits.
+        sharpness: How sharply copies saturate: ``(a^-s + b^-s)^(-1/s)`` of both limits.
+        reduce_sharpness: The same of reductions.
         saturating_wgs: Most workgroups that transfer at once when builders join.
         curve_peers: Peers among which the transport was measured.
         build_drag: Share of their rate that builders lose beside a transport at its limit.
@@ -77,6 +87,9 @@ class SimMachine:
     name: str
     topology: str
     num_wgs: int
+    rules: str
+    tile_m: int
+    tile_n: int
     clock_wgs: int
     tflops: float
     power_exponent: float
@@ -94,6 +107,7 @@ class SimMachine:
     sentinel: float
     link_gbps: float
     sharpness: float
+    reduce_sharpness: float
     saturating_wgs: int
     curve_peers: int
     build_drag: float
@@ -112,8 +126,9 @@ class SimMachine:
         if not isinstance(self.name, str) or not self.name:
             raise MachineError("name", self.name, "a name", FIX)
         check_choice(MachineError, "topology", self.topology, TOPOLOGIES, FIX)
+        check_choice(MachineError, "rules", self.rules, RULES, FIX)
         for item in fields(self):
-            if item.name in ("name", "topology"):
+            if item.name in ("name", "topology", "rules"):
                 continue
             value = getattr(self, item.name)
             if item.name in _COUNTS:
@@ -121,9 +136,22 @@ class SimMachine:
             else:
                 positive = item.name not in _MAY_BE_ZERO
                 check_number(MachineError, item.name, value, FIX, positive=positive)
+        if TILE_ROW % self.tile_m:
+            raise MachineError("tile_m", self.tile_m, f"a divisor of {TILE_ROW}", FIX)
         for name in ("build_drag", "move_drag", "power_exponent"):
             if getattr(self, name) > 1.0:
                 raise MachineError(name, getattr(self, name), "at most 1", FIX)
+
+    def tile_us_per_k(self, tflops: float) -> float:
+        """Microseconds of a tile per unit of contraction with all workgroups building."""
+        return 2.0 * self.tile_m * self.tile_n * self.num_wgs / (tflops * 1e6)
+
+    def saturating_crew(self, wg_gbps: float, limit_gbps: float, quantum: int = 4) -> int:
+        """The smallest crew, a multiple of ``quantum``, close to a transport's limit."""
+        table = self.share_table(wg_gbps, limit_gbps)
+        peak = max(wgs * rate for wgs, rate in enumerate(table))
+        crews = range(quantum, max(quantum, self.num_wgs // 2) + 1, quantum)
+        return next((c for c in crews if c * table[c] >= SATURATED * peak), crews[-1])
 
     def build_rates(self) -> list[float]:
         """Progress of one builder by how many build, 1 with the whole grid."""
@@ -133,11 +161,13 @@ class SimMachine:
             rates.append(share ** (self.power_exponent - 1.0))
         return rates
 
-    def share_table(self, wg_gbps: float, limit_gbps: float) -> list[float]:
+    def share_table(
+        self, wg_gbps: float, limit_gbps: float, sharpness: float | None = None
+    ) -> list[float]:
         """Bytes per microsecond of one mover by how many share a limit."""
         table = [0.0]
+        s = self.sharpness if sharpness is None else sharpness
         for movers in range(1, self.num_wgs + 1):
-            s = self.sharpness
             both = ((movers * wg_gbps) ** -s + limit_gbps**-s) ** (-1.0 / s)
             table.append(both / movers * 1e3)
         return table
@@ -186,11 +216,15 @@ def sim_machine(name: str, dtype: str = "bf16") -> SimMachine:
 def from_data(data: object, dtype: str) -> SimMachine:
     """Read ``{"common": {...}, "bf16": {...}, ...}``: common numbers and those of a dtype.
 
+    ``sources`` may say where the numbers came from; it is for readers.
+
     Raises:
         MachineError: A field is missing, unknown, of the wrong kind or out of range.
     """
     if not isinstance(data, Mapping):
         raise MachineError("machine", data, "an object", FIX)
+    for name in sorted(str(key) for key in set(data) - {"common", "sources", *DTYPES}):
+        raise MachineError(name, data[name], "common, a dtype, or sources", FIX)
     merged: dict[str, Any] = {}
     for part in ("common", dtype):
         section = data.get(part)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv, check_choice, check_int, check_number
 from kosmos_heuristics.errors import PlanError, ProblemError
-from kosmos_heuristics.simulate.crews import TILE, moe_backward_crews, moe_forward_crews
+from kosmos_heuristics.simulate.crews import moe_backward_crews, moe_forward_crews
 from kosmos_heuristics.simulate.model import DTYPES, SimMachine
+from kosmos_heuristics.simulate.model import TILE_ROW as TILE
 from kosmos_heuristics.simulate.program import (
     BUILDER,
     DOWNSTREAM,
@@ -214,7 +215,7 @@ class MoeBuilder:
             self._limit *= max(1, self._world - 1)
         peak_ms = case.remote_bytes / (self._limit * 1e6)
         tflops = machine.boosted(machine.tflops, case.flops * case.skew, peak_ms)
-        self._us_per_k = 2.0 * TILE * TILE * machine.num_wgs / (tflops * 1e6)
+        self._us_per_k = machine.tile_us_per_k(tflops)
         self._second = [0] * self._played
 
     def program(self) -> Program:
@@ -243,6 +244,10 @@ class MoeBuilder:
             counters=self._counters,
             flag_us=machine.flag_us,
         )
+
+    def _columns(self, width: int) -> int:
+        """Tiles of a row block."""
+        return cdiv(width, self._machine.tile_n) * (TILE // self._machine.tile_m)
 
     def _flows(self) -> tuple[list[Flow], int]:
         """A flow for each played rank and destination; the own one is a local copy."""
@@ -314,7 +319,7 @@ class MoeBuilder:
 
     def _forward(self, rank: int) -> None:
         case, arena = self._case, self._arenas[rank]
-        wide, narrow = cdiv(2 * case.inter, TILE), cdiv(case.hidden, TILE)
+        wide, narrow = (self._columns(x) for x in (2 * case.inter, case.hidden))
         first, second = arena.per_block(wide), arena.per_block(narrow)
         for expert in range(case.local_experts):
             for block in range(arena.blocks[expert]):
@@ -331,13 +336,14 @@ class MoeBuilder:
 
     def _backward(self, rank: int) -> None:
         case, arena = self._case, self._arenas[rank]
-        narrow, wide, hidden = (cdiv(x, TILE) for x in (case.inter, 2 * case.inter, case.hidden))
+        narrow, wide, hidden = (self._columns(x) for x in (case.inter, 2 * case.inter, case.hidden))
+        outputs = cdiv(case.hidden, TILE)
         first, second = arena.per_block(narrow), arena.per_block(hidden)
         experts = range(case.local_experts)
 
         def weights(expert: int, columns: int, need: Range) -> None:
             depth = arena.blocks[expert] * TILE
-            self._tiles(rank, columns * hidden, depth, need, NO_COUNTER, weights=True)
+            self._tiles(rank, columns * outputs, depth, need, NO_COUNTER, weights=True)
 
         for expert in experts:
             for block in range(arena.blocks[expert]):

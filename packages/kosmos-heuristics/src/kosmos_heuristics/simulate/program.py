@@ -97,7 +97,8 @@ class Rank:
         starts: Microseconds at which each workgroup starts, in order of arrival.
         roles: Role in which each workgroup starts.
         after: Role of each mover once the upstream queue is empty; ``GONE`` keeps roles fixed.
-        alternate: Whether a mover builds a tile that is ready between two transfers (two-way).
+        alternate: Whether roles are taken up again at every claim (two-way upstream): a mover
+            builds a tile that is ready between two transfers, a builder transfers while none is.
         join: Most workgroups that transfer at once when builders find no tile left; 0 keeps roles.
         steal: Tiles that a planned workgroup builds before it turns to the downstream queue.
         switch_at: Place in the tile queue at which it turns to it in any case.

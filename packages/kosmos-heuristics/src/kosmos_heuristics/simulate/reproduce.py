@@ -31,7 +31,7 @@ class Row:
         group: What statistics are taken over.
         label: The cell.
         simulated: Simulated figure: milliseconds, or a ratio of times.
-        printed: The paper's.
+        printed: The paper's; None for a machine whose table is not printed.
         simulated_speedup: Simulated baseline over simulated time, where there is a baseline.
         printed_speedup: The paper's.
     """
@@ -39,14 +39,14 @@ class Row:
     group: str
     label: str
     simulated: float
-    printed: float
+    printed: float | None
     simulated_speedup: float | None = None
     printed_speedup: float | None = None
 
     @property
-    def error(self) -> float:
+    def error(self) -> float | None:
         """Relative error of the simulated figure."""
-        return self.simulated / self.printed - 1.0
+        return None if self.printed is None else self.simulated / self.printed - 1.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Summary:
 
     group: str
     cells: int
-    median_error: float
-    worst_error: float
+    median_error: float | None
+    worst_error: float | None
     simulated_geomean: float | None
     printed_geomean: float | None
 
@@ -72,10 +72,14 @@ def reproduce(table: str, machines: Machines, tick: Tick = lambda done, total: N
     Args:
         table: ``tpsp`` (Tables C.3 to C.11), ``moe`` (the 72 MoE cells), ``policy`` (Table 2) or
             ``orders`` (Tables A.2, A.3 and A.5).
-        machines: The machine by dtype.
+        machines: The machine by dtype. Times are printed for the MI350X only, Table 2 also for the
+            MI355X.
         tick: Called with cells done and cells in all.
     """
-    return {"tpsp": _tpsp, "moe": _moe, "policy": _policy, "orders": _orders}[table](machines, tick)
+    rows = {"tpsp": _tpsp, "moe": _moe, "policy": _policy, "orders": _orders}[table](machines, tick)
+    if table == "policy" or machines["bf16"].name == "mi350x":
+        return rows
+    return [replace(row, printed=None, printed_speedup=None) for row in rows]
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
@@ -88,16 +92,16 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
 
 
 def _summary(group: str, rows: Sequence[Row]) -> Summary:
-    errors = [abs(row.error) for row in rows]
-    pairs = [(row.simulated_speedup, row.printed_speedup) for row in rows]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    simulated = [row.simulated_speedup for row in rows if row.simulated_speedup is not None]
+    printed = [row.printed_speedup for row in rows if row.printed_speedup is not None]
     return Summary(
         group,
         len(rows),
-        statistics.median(errors),
-        max(errors),
-        geomean([a for a, _ in known]) if known else None,
-        geomean([b for _, b in known]) if known else None,
+        statistics.median(errors) if errors else None,
+        max(errors) if errors else None,
+        geomean(simulated) if simulated else None,
+        geomean(printed) if printed else None,
     )
 
 
@@ -145,8 +149,9 @@ def _moe(machines: Machines, tick: Tick) -> list[Row]:
 
 
 def _policy(machines: Machines, tick: Tick) -> list[Row]:
+    gpu = machines["bf16"].name.upper()
     wanted = [
-        row for row in read_table("policy") if row["gpu"] == "MI350X" and row["speedup_over_fixed"]
+        row for row in read_table("policy") if row["gpu"] == gpu and row["speedup_over_fixed"]
     ]
     rows = []
     for index, row in enumerate(wanted):
@@ -175,12 +180,9 @@ def moe_policy_ratios(which: str, policy: str, machine: SimMachine) -> list[floa
 
 
 def saturating_crew(machine: SimMachine, peers: int = 7) -> int:
-    """The smallest crew that reaches 98 % of the push bandwidth, as in the paper's Figure A.4."""
+    """A crew close to the push bandwidth, as the fixed one of the paper's Figure A.4."""
     limit = machine.link_gbps * (peers if machine.topology == "mesh" else 1)
-    table = machine.share_table(machine.push_gbps, limit)
-    peak = max(wgs * rate for wgs, rate in enumerate(table))
-    crews = range(8, machine.num_wgs // 2 + 1, 8)
-    return next((crew for crew in crews if crew * table[crew] >= 0.98 * peak), crews[-1])
+    return machine.saturating_crew(machine.push_gbps, limit, 8)
 
 
 def policy_ratios(kernel: str, policy: str, machine: SimMachine) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv
-from kosmos_heuristics.simulate.crews import TILE
 from kosmos_heuristics.simulate.model import SimMachine
 from kosmos_heuristics.simulate.moe import MoeCase, around_ms, build_moe, moe_bound_ms
 from kosmos_heuristics.simulate.native import play
@@ -146,7 +145,7 @@ def baseline_ms(case: Case, machine: SimMachine) -> float:
     moved = case.remote_bytes / (gbps * 1e6) if peers else 0.0
     fixed_us = gemms * (machine.vendor_gemm_us + (machine.collective_us if peers else 0.0))
     tflops = machine.boosted(machine.vendor_tflops, case.flops, moved)
-    tiles = cdiv(case.m, TILE) * cdiv(case.n, TILE)
+    tiles = cdiv(case.m, machine.tile_m) * cdiv(case.n, machine.tile_n)
     waves = tiles / machine.num_wgs
     # Vendors split what does not fill the grid, but not the last wave of many.
     stretch = 1.0 + machine.vendor_tail * (cdiv(tiles, machine.num_wgs) / waves - 1.0)

@@ -6,9 +6,13 @@ Only ``reproduce`` and ``calibrate`` read them; what is simulated does not depen
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 
+from kosmos_heuristics.errors import MachineError
+from kosmos_heuristics.parts import FIX
 from kosmos_heuristics.simulate.moe import MoeCase
 from kosmos_heuristics.simulate.tpsp import Case
 
@@ -52,6 +56,36 @@ def tpsp_cells() -> list[Cell]:
         case = Case(PAPER_KERNELS[row["kernel"]], m, n, k, row["dtype"])
         label = f"{row['model']}-{row['layer']}-MBS{row['mbs']}"
         cells.append(Cell(case, label, float(row["base_ms"]), float(row["kosmos_ms"])))
+    return cells
+
+
+def measured_cells(path: str, fitted: bool) -> list[Cell]:
+    """Measured ``ag_gemm`` calls in BF16 at TP 2 of a file of the user's.
+
+    Args:
+        path: JSON: ``runs``, each with ``fitted`` and ``rows`` of m, n, k, movers, fused_ms and
+            serial_ms.
+        fitted: Whether to read the runs marked so, or the others.
+
+    Raises:
+        MachineError: The file does not hold such runs.
+    """
+    try:
+        runs = json.loads(Path(path).read_text("utf-8"))["runs"]
+        rows = [row for run in runs if run["fitted"] == fitted for row in run["rows"]]
+        cells = [
+            Cell(
+                Case("ag_gemm_tn", row["m"], row["n"], row["k"], world_size=2, crew=row["movers"]),
+                f"{row['m']}x{row['n']}x{row['k']}",
+                float(row["serial_ms"]),
+                float(row["fused_ms"]),
+            )
+            for row in rows
+        ]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise MachineError("measured", path, f"runs of ag_gemm ({error})", FIX) from error
+    if not cells:
+        raise MachineError("measured", path, f"a run with fitted {fitted}", FIX)
     return cells
 
 

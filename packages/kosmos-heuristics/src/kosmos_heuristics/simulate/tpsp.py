@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv, check_choice, check_int
 from kosmos_heuristics.errors import PlanError, ProblemError
-from kosmos_heuristics.simulate.crews import FIXED_PER_PEER, TILE, per_peer, split_k
+from kosmos_heuristics.simulate.crews import FIXED_PER_PEER, per_peer, split_k
 from kosmos_heuristics.simulate.model import DTYPES, SimMachine
+from kosmos_heuristics.simulate.model import TILE_ROW as TILE
 from kosmos_heuristics.simulate.program import (
     BUILDER,
     DOWNSTREAM,
@@ -127,16 +128,20 @@ class Case:
         """Floating-point operations of one rank."""
         return 2.0 * self.m * self.n * self.k * (2 if self.pair else 1)
 
-    def num_movers(self, num_wgs: int) -> int:
+    def num_movers(self, machine: SimMachine) -> int:
         """Workgroups that start as movers or reducers: at most half of the grid."""
-        cap = min(self.cap or num_wgs, num_wgs)
+        cap = min(self.cap or machine.num_wgs, machine.num_wgs)
         peers = self.world_size - 1
         if peers == 0:
             return 0
         wanted = self.crew
-        if wanted is None and self.policy == "fixed":
+        if wanted is None and machine.rules == "saturate":
+            limit = machine.link_gbps * (peers if machine.topology == "mesh" else 1)
+            wg_gbps = machine.copy_gbps if self.gathers else machine.reduce_gbps
+            wanted = cdiv(machine.saturating_crew(wg_gbps, limit), peers)
+        elif wanted is None and self.policy == "fixed":
             wanted = FIXED_PER_PEER
-        if wanted is None:
+        elif wanted is None:
             wanted = per_peer(self.kernel, self.dtype, self.m, self.n, self.k, cap)
         most = cap // 2
         return min(max(1, min(wanted, most // peers)) * peers, most)
@@ -159,14 +164,14 @@ class Builder:
         self._tables: list[list[float]] = []
         self._peers = case.world_size - 1
         self._wgs = min(case.cap or machine.num_wgs, machine.num_wgs)
-        self._movers = case.num_movers(machine.num_wgs)
+        self._movers = case.num_movers(machine)
         self._limit = machine.link_gbps
         if machine.topology == "mesh":
             self._limit *= max(1, self._peers)
         peak_ms = case.remote_bytes / (self._limit * 1e6)
         tflops = machine.boosted(machine.tflops, case.flops, peak_ms)
         # Microseconds of a tile per unit of contraction while the whole grid builds.
-        self._us_per_k = 2.0 * TILE * TILE * machine.num_wgs / (tflops * 1e6)
+        self._us_per_k = machine.tile_us_per_k(tflops)
         if case.kernel == "bulk_rs":
             self._us_per_k /= machine.nt_share
 
@@ -212,12 +217,23 @@ class Builder:
         starts = [0.0] * self._wgs
         return Rank(self._queues, starts, roles, [after] * self._wgs, alternate, join)
 
+    def _columns(self, width: int) -> int:
+        """Tiles of a tile row."""
+        return cdiv(width, self._machine.tile_n) * (TILE // self._machine.tile_m)
+
+    def _parts(self, tiles: int) -> int:
+        if self._machine.rules == "saturate":
+            return 1
+        return split_k(self._case.kernel, self._case.dtype, tiles)
+
     def _counter(self, value: int) -> int:
         self._counters.append(value)
         return len(self._counters) - 1
 
     def _flow(self, wg_gbps: float, limit_gbps: float) -> None:
-        self._tables.append(self._machine.share_table(wg_gbps, limit_gbps))
+        machine = self._machine
+        sharpness = machine.sharpness if self._case.gathers else machine.reduce_sharpness
+        self._tables.append(machine.share_table(wg_gbps, limit_gbps, sharpness))
         index = len(self._flows)
         self._flows.append(Flow(0, (index, index)))
 
@@ -269,10 +285,10 @@ class Builder:
         case = self._case
         self._copy_flows()
         chunk = case.m // case.world_size
-        rows, columns = cdiv(chunk, TILE), cdiv(case.n, TILE)
+        rows, columns = cdiv(chunk, TILE), self._columns(case.n)
         first = self._gather_units(case.k, rows, None)
         arrivals = self._gather_units(case.k, rows, None) if case.pair else []
-        parts = split_k(case.kernel, case.dtype, cdiv(case.m, TILE) * columns)
+        parts = self._parts(cdiv(case.m, TILE) * columns)
         gate = self._gate()
         for peer, row in self._tile_rows(rows):
             need = NO_COUNTER
@@ -326,7 +342,7 @@ class Builder:
         case = self._case
         self._flow(self._machine.reduce_gbps, self._limit)
         chunk = case.m // case.world_size
-        rows, columns = cdiv(chunk, TILE), cdiv(case.n, TILE)
+        rows, columns = cdiv(chunk, TILE), self._columns(case.n)
         bands = [range(b, min(b + BAND_ROWS, rows)) for b in range(0, rows, BAND_ROWS)]
         if case.order == "row_major":
             bands = [range(rows)]
@@ -341,10 +357,13 @@ class Builder:
                 for index in range(len(band) * columns):
                     ready = first + index if gate is None else gate
                     self._tile(case.k, NO_COUNTER, (ready, ready + 1))
+            whole = cdiv(case.n, TILE)
             for index, row in enumerate(band):
-                for column in range(columns):
-                    ready = first + index * columns + column if gate is None else gate
-                    self._reduce_units(min(TILE, chunk - row * TILE), 1, (ready, ready + 1))
+                for column in range(whole):
+                    base = first + index * columns
+                    low, high = columns * column // whole, columns * (column + 1) // whole
+                    need = (base + low, base + high) if gate is None else (gate, gate + 1)
+                    self._reduce_units(min(TILE, chunk - row * TILE), 1, need)
         if gate is not None:
             self._counters[gate] = self._queues[TILES].claims
 
@@ -369,8 +388,8 @@ class Builder:
             self._flow(self._machine.reduce_gbps, self._limit)
             for row in range(rows):
                 self._reduce_units(min(TILE, chunk - row * TILE), cdiv(case.n, TILE), NO_COUNTER)
-        tiles = cdiv(case.m, TILE) * cdiv(case.n, TILE)
-        parts = split_k(case.kernel, case.dtype, tiles)
+        tiles = cdiv(case.m, TILE) * self._columns(case.n)
+        parts = self._parts(tiles)
         for _ in range(tiles):
             self._tile(case.k, NO_COUNTER, NO_COUNTER, parts)
 
