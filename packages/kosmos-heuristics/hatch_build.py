@@ -40,6 +40,7 @@ class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
         try:
             core = build(Path(self.root), Path(self._scratch))
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            shutil.rmtree(self._scratch, ignore_errors=True)
             if _mode() == "native":
                 raise RuntimeError(f"the simulator's native core: {error}") from error
             self.app.display_warning(f"simulator without its native core: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import ModuleType
 
 import pytest
 from kosmos_heuristics.errors import PlanError
@@ -190,3 +191,22 @@ def test_without_the_native_core_the_python_one_serves_with_a_notice(
     assert played == engine.play(random_program(1))
     with pytest.raises(PlanError, match="core: got 'native'"):
         native.play(random_program(1), core="native")
+
+
+@needs_native
+def test_the_native_core_refuses_indices_out_of_range() -> None:
+    wrong = random_program(1)
+    wrong.ranks[0].queues[TILES].need_hi[0] = len(wrong.counters) + 1
+    with pytest.raises(ValueError, match="program: need out of range"):
+        play(wrong, core="native")
+    wrong = random_program(1)
+    wrong.build_rate.pop()
+    with pytest.raises(ValueError, match="program: rates are shorter than the grid"):
+        play(wrong, core="native")
+
+
+def test_a_native_core_of_an_older_source_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kosmos_heuristics.simulate import native
+
+    monkeypatch.setattr(native.importlib, "import_module", lambda name: ModuleType(name))
+    assert native.load_native() is None

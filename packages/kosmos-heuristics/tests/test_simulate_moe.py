@@ -55,6 +55,16 @@ def test_policies_end_and_two_way_beats_fixed(
     assert time <= fixed * 1.02
 
 
+@pytest.mark.parametrize("skew", [1.0, 2.0])
+def test_on_a_switch_the_busiest_rank_s_inlet_is_shared(skew: float) -> None:
+    machine = sim_machine("h200")
+    case = replace(SMALL, tokens=4096, skew=skew)
+    ample = replace(machine, link_gbps=machine.link_gbps * 4)
+    time = simulate_moe(case, machine).time_ms
+    assert simulate_moe(case, machine).time_ms > simulate_moe(case, ample).time_ms
+    assert time > simulate_moe(case, machine).bound_ms
+
+
 def test_destination_major_pushes_crowd_one_link(machine: SimMachine) -> None:
     case = MoeCase("forward", 4096, 4096, 1536, 64, 8)
     minor = simulate_moe(case, machine).time_ms

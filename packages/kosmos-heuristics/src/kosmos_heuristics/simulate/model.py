@@ -162,12 +162,12 @@ class SimMachine:
         return rates
 
     def share_table(
-        self, wg_gbps: float, limit_gbps: float, sharpness: float | None = None
+        self, wg_gbps: float, limit_gbps: float, sharpness: float | None = None, ranks: int = 1
     ) -> list[float]:
-        """Bytes per microsecond of one mover by how many share a limit."""
+        """Bytes per microsecond of one mover by how many, of so many ranks, share a limit."""
         table = [0.0]
         s = self.sharpness if sharpness is None else sharpness
-        for movers in range(1, self.num_wgs + 1):
+        for movers in range(1, ranks * self.num_wgs + 1):
             both = ((movers * wg_gbps) ** -s + limit_gbps**-s) ** (-1.0 / s)
             table.append(both / movers * 1e3)
         return table

@@ -234,7 +234,7 @@ class MoeBuilder:
             ranks=[self._rank(rank) for rank in range(self._played)],
             flows=flows,
             tables=[
-                machine.share_table(machine.push_gbps, machine.link_gbps),
+                machine.share_table(machine.push_gbps, machine.link_gbps, ranks=self._played),
                 machine.share_table(machine.push_gbps, machine.hbm_gbps / 2),
             ],
             groups=groups,

@@ -9,17 +9,18 @@ from types import ModuleType
 from kosmos_heuristics.checks import check_choice
 from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.simulate import engine
-from kosmos_heuristics.simulate.program import Played, Program, Span
+from kosmos_heuristics.simulate.program import CORE_VERSION, Played, Program, Span
 
 CORES = ("auto", "native", "python")
 
 
 def load_native() -> ModuleType | None:
-    """The native module, or None where it was not built."""
+    """The native module, or None where it was not built, or from an older source."""
     try:
-        return importlib.import_module("kosmos_heuristics.simulate._core")
+        module = importlib.import_module("kosmos_heuristics.simulate._core")
     except ImportError:
         return None
+    return module if getattr(module, "VERSION", None) == CORE_VERSION else None
 
 
 def play(program: Program, trace: bool = False, core: str = "auto") -> Played:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# Of what this module says to the native core; an older build is not used.
+CORE_VERSION = 1
 # Queues of a rank. A mover's queue is drained from the start; the other is offered as it fills.
 TILES, UPSTREAM, DOWNSTREAM = 0, 1, 2
 # Roles a workgroup may start in.
