@@ -37,8 +37,8 @@ RS_ORDERS = ("band_major", "row_major")
 REDUCE_ROWS = 64
 # Tile rows of a band: the smallest fits Tables C.5 and C.6 best.
 BAND_ROWS = 1
-# Waits in a contraction over tokens that arrive meanwhile.
-WEIGHT_STEPS = 8
+# Waits, each with its acquire, in a contraction over tokens that arrive meanwhile.
+WEIGHT_STEPS = 4
 # Bytes of an MXFP8 element with its share of the scale, against BF16's two.
 BF16_BYTES, MXFP8_BYTES = 2.0, 33.0 / 32.0
 
@@ -309,6 +309,7 @@ class Builder:
             for i, low in enumerate(starts)
         ]
         cost = case.m / len(needs) * self._us_per_k / self._machine.nt_share
+        cost += self._machine.acquire_us
         first = queue.claims
         for _ in range(tiles):
             queue.add(cost + self._machine.tile_us, 0, gate or needs[0])
