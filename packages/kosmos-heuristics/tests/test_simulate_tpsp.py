@@ -12,7 +12,16 @@ from kosmos_heuristics.simulate import model
 from kosmos_heuristics.simulate.crews import per_peer, split_k
 from kosmos_heuristics.simulate.model import TILE_ROW as TILE
 from kosmos_heuristics.simulate.model import SimMachine, sim_machine
-from kosmos_heuristics.simulate.program import TILES, UPSTREAM
+from kosmos_heuristics.simulate.native import play
+from kosmos_heuristics.simulate.program import (
+    DOWNSTREAM,
+    NO_COUNTER,
+    TILES,
+    UPSTREAM,
+    Flow,
+    Program,
+    Queue,
+)
 from kosmos_heuristics.simulate.simulate import bytes_ms, simulate
 from kosmos_heuristics.simulate.tpsp import KERNELS, POLICIES, Case, build
 
@@ -200,3 +209,41 @@ def test_bad_input_names_the_field(tmp_path: object) -> None:
     del good["common"]["link_gbps"]
     with pytest.raises(MachineError, match="link_gbps: got None"):
         model.from_data(good, "bf16")
+
+
+def all_ranks(single: Program, world: int) -> Program:
+    """The reduction with every rank played: partials go to the rank that owns the chunk."""
+    spec, size = single.ranks[0], len(single.counters)
+    ranks, flows = [], []
+    for rank in range(world):
+        tiles, units, seen = Queue(), Queue(), dict.fromkeys(range(size), 0)
+        old = spec.queues[TILES]
+        for item in range(old.claims):
+            counter = old.sig_lo[item]
+            owner = seen[counter]
+            seen[counter] += 1
+            at = owner * size + counter
+            tiles.add(old.cost[item], 0, NO_COUNTER, (at, at + 1))
+        old = spec.queues[DOWNSTREAM]
+        for item in range(old.claims):
+            need = (rank * size + old.need_lo[item], rank * size + old.need_hi[item])
+            units.add(old.cost[item], rank, need)
+        queues = [tiles, Queue(), units]
+        ranks.append(replace(spec, queues=queues))
+        flows.append(Flow(rank, (0, rank)))
+    counters = single.counters * world
+    return replace(single, ranks=ranks, flows=flows, groups=world, counters=counters)
+
+
+@pytest.mark.parametrize("order", ["band_major", "row_major"])
+@pytest.mark.parametrize("sizes", [(8192, 4096, 1792), (16384, 2048, 512)])
+def test_the_rank_that_is_played_ends_with_the_slowest_of_all(
+    order: str, sizes: tuple[int, int, int], machine: SimMachine
+) -> None:
+    single = build(Case("gemm_rs", *sizes, world_size=4, order=order), machine)
+    one = play(single).end_us[0]
+    ends = play(all_ranks(single, 4)).end_us
+    assert max(ends) == pytest.approx(one, rel=0.02)
+    if order == "row_major":
+        # The first chunk is there long before the last.
+        assert ends[0] < ends[-1]
