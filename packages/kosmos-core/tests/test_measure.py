@@ -161,7 +161,7 @@ def test_gemm_is_right_and_a_wrong_one_is_never_timed() -> None:
     for vendor in ("nvidia", "amd"):
         assert max(on_cpu(2, body, vendor=vendor)) < 3e-3
     for defect in (
-        Mutation(gemm_kernel, "row, col, 0, k, 0.0, TN", "row, col, 0, k - BLOCK_K, TN"),
+        Mutation(gemm_kernel, "row, col, 0, k, 0.0, TN", "row, col, 0, k - BLOCK_K, 0.0, TN"),
         Mutation(gemm_kernel, "while index < tiles:", "while index < tiles - 1:"),
     ):
         with pytest.raises(MeasurementError, match=r"rank 0: GEMM by 3 WGs"):

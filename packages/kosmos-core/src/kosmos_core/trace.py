@@ -18,6 +18,7 @@ COLOURS = {
     "move": "#2e9e5b",
     "copy_in": "#8c6d31",
     "keep": "#8fd1a8",
+    "reduce": "#b5651d",
     "wait": "#c3d9ee",
 }
 LABELS = {
@@ -25,6 +26,7 @@ LABELS = {
     "move": "moving data",
     "copy_in": "copying in",
     "keep": "keeping the gathered input",
+    "reduce": "adding up partial sums",
     "wait": "waiting for data",
 }
 

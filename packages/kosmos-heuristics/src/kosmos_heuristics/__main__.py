@@ -10,6 +10,7 @@ import click
 from kosmos_heuristics.cli_plan import plan
 from kosmos_heuristics.cli_validate import validate
 from kosmos_heuristics.errors import HeuristicsError
+from kosmos_heuristics.simulate.cli import COMMANDS
 
 
 @click.group(no_args_is_help=False)
@@ -19,6 +20,8 @@ def cli() -> None:
 
 cli.add_command(plan)
 cli.add_command(validate)
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

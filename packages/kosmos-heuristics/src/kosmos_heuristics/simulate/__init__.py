@@ -1,0 +1,1 @@
+"""A discrete-event simulator of the fused kernels: queues, roles and transfers, tile by tile."""
