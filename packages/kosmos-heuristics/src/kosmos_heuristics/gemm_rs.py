@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.draft import NOT_PRINTED, TILE_FIELDS, Draft, crew_given
 from kosmos_heuristics.explain import Reason
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.plan_base import RS_ORDERS
 from kosmos_heuristics.problems import GemmRsProblem, TpProblem
 from kosmos_heuristics.reducers import gemm_rs_reducers, saturating_reducers
-from kosmos_heuristics.tiles import tile_grid
 from kosmos_heuristics.tp_plans import GemmRsPlan
 
 OVERRIDES = (
@@ -98,7 +98,10 @@ def plan_gemm_rs(
     band, rule = _band_rows(problem, machine, tile.block_m, tile.block_n)
     draft.set("band_rows", band, rule, f"paper section 3.1.1; size: {NOT_PRINTED}")
     set_unit(draft, problem, min(UNIT_ROWS, band))
-    ids = tile_grid(problem, tile.block_m, tile.block_n)
+    # The queue numbers whole tile rows of every owner.
+    tile_rows = cdiv(problem.chunk_rows, machine.tile_row_rows) if problem.m else 0
+    per_row = max(1, machine.tile_row_rows // tile.block_m) * cdiv(problem.n, tile.block_n)
+    ids = problem.world_size * tile_rows * per_row
     whole = "not in Table B.3 for GEMM+RS: whole tiles"
     unsplit = (Reason("split_k", whole, NOT_PRINTED), Reason("split_tiles", whole, NOT_PRINTED))
     draft.set_split(split_k, ids, (1, 0, unsplit))

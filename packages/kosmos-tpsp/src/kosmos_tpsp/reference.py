@@ -38,14 +38,11 @@ def gemm_rs(x: torch.Tensor, w: torch.Tensor, world: World) -> torch.Tensor:
         [m / world size, n] in x's dtype. The products are rounded to it, their sum, taken in FP32
         with rank 0 first, once more.
 
-    Communication: all ranks' products of an owner's rows, an owner at a time.
+    Communication: one all-to-all of the products.
     """
     product = x @ w.t()
-    total = product.new_empty(0)
-    for owner, rows in enumerate(product.chunk(world.size)):
-        parts = world.all_gather_tensor(rows.contiguous()).float().chunk(world.size)
-        if owner == world.rank:
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
+    parts = world.all_to_all_tensor(product).float().chunk(world.size)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
     return total.to(x.dtype)

@@ -212,8 +212,8 @@ class TpSpWorkspace(Workspace):
         if self.partials is None or self.partials.numel() < needed:
             if self.world.is_capturing():
                 raise WorkspaceError(
-                    "split_k: the partials would be allocated during graph capture; call "
-                    "prepare_ag_gemm() first"
+                    "split_k: the partials would be allocated during graph capture; prepare "
+                    "the call first"
                 )
             if self.partials is not None:
                 # A captured graph may still replay on the smaller one.
@@ -248,11 +248,11 @@ class TpSpWorkspace(Workspace):
         # Odd, hence another value for every count; the golden ratio spreads the bits.
         return call_hash ^ (self._calls_without_rows * 0x9E3779B1 & 0x7FFFFFFF)
 
-    def begin(self, op: str, call_hash: int) -> None:
+    def begin(self, op: str, call_hash: int, *, checks: bool = True) -> None:
         """Before a launch: raises what earlier calls left, orders calls on different streams."""
         if self._calls_without_rows:
             op = f"{op} (calls without rows before it: {self._calls_without_rows})"
-        super().begin(op, call_hash)
+        super().begin(op, call_hash, checks=checks)
 
     def reset(self) -> None:
         """Zeroes every word and revives the workspace after an abort.

@@ -132,6 +132,15 @@ class World(abc.ABC):
     def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, ...] of every rank, stacked in rank order: the reference path's collective."""
 
+    def all_to_all_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """[ranks * rows, ...]: what each rank holds for this one, stacked in rank order.
+
+        Args:
+            x: [ranks * rows, ...] contiguous, rows for each rank in rank order.
+        """
+        parts = [part.chunk(self.size)[self.rank] for part in self.all_gather_object(x)]
+        return torch.cat(parts)
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Waits until everything this rank launched has ended."""

@@ -18,6 +18,7 @@ from kosmos_core.worlds.ordering import LaunchOrder
 # What NCCL may hold when other groups communicate at the same time: its own upper limit of CTAs
 # for one collective.
 NCCL_MAX_CTAS = 32
+HOST_BACKENDS = ("gloo", "mpi")
 
 
 _ORDERS: dict[torch.device, LaunchOrder] = {}
@@ -75,7 +76,8 @@ class GroupWorld(World):
             for group in dist.distributed_c10d._world.pg_map
             if group not in (self._group, dist.group.WORLD)
             and dist.get_world_size(group) > 1
-            and "nccl" in dist.get_backend(group)
+            # Named by nobody, the backend of GPUs is NCCL, and of no name.
+            and dist.get_backend(group) not in HOST_BACKENDS
         ]
         if not others:
             return 0
@@ -165,6 +167,11 @@ class GroupWorld(World):
     def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty((x.shape[0] * self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+        return out
+
+    def all_to_all_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self._group)
         return out
 
     def synchronize(self) -> None:

@@ -90,6 +90,13 @@ class ReferenceWorld(World):
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts)
 
+    def all_to_all_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x.clone()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self._group)
+        return out
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -68,6 +68,7 @@ class Request:
         for name, value, allowed in (
             ("order", self.order, driver.orders),
             ("policy", self.policy, driver.policies),
+            ("transport", self.transport, driver.transports),
             ("layout", self.layout, ("tn", "nn") if self.op == "ag_gemm" else ("tn",)),
         ):
             if value is not None and value not in allowed:

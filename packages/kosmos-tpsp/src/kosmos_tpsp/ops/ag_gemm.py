@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,12 +187,14 @@ def _plan(
     try:
         keeps = options.layout == "nn" if options.keep_gathered is None else options.keep_gathered
         problem = AgGemmProblem(m, n, k, world.size, options.layout, keep_gathered=keeps)
-        plan = plan_ag_gemm(
-            problem, workspace.machine,
-            cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
+        make = partial(
+            plan_ag_gemm, problem, workspace.machine,
             transport=_transport(problem, workspace, options), policy=options.policy,
             order=options.order, movers_per_peer=options.movers_per_peer, split_k=options.split_k,
         )  # fmt: skip
+        plan = make(cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2))
+        # Caps may differ between ranks, and all must decide alike.
+        judged = make(cap=None)
     except HeuristicsError as error:
         raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
     try:
@@ -199,7 +202,7 @@ def _plan(
     except WorkspaceError as error:
         raise Rejected(validate.WORKSPACE, error) from error
     label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
-    decline = prepared.decline_reason(problem, plan, workspace, options.force, label)
+    decline = prepared.decline_reason(problem, judged, workspace, options.force, label)
     call_hash = prepared.agreed_hash(
         "ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows,
         options.policy == "serial", decline is None,

@@ -25,6 +25,7 @@ class Driver:
         options: its choices.
         orders: its queue orders, the default first.
         policies: its policies, the default first.
+        transports: its transports.
         call: (x, w, workspace, out=, options=) makes a call.
         describe: (x, w, workspace, options) plans one.
         prepare: (workspace, x's rows, n, k, options) compiles and loads one. Collective.
@@ -39,6 +40,7 @@ class Driver:
     options: type[Any]
     orders: tuple[str, ...]
     policies: tuple[str, ...]
+    transports: tuple[str, ...]
     call: Callable[..., Any]
     describe: Callable[..., Prepared]
     prepare: Callable[..., None]
@@ -72,14 +74,15 @@ DRIVERS = {
     for driver in (
         Driver(
             "ag_gemm", AgGemmOptions, ("local_first", "chunk_major", "naive"),
-            ("one_way", "two_way", "fixed", "serial"), ag_gemm, describe_call, prepare_ag_gemm,
+            ("one_way", "two_way", "fixed", "serial"), ("pull", "push"),
+            ag_gemm, describe_call, prepare_ag_gemm,
             x_rows=_chunk, out_rows=_all, width=lambda shape: shape[2],
             crew="movers_per_peer",
             remote_bytes=_gather_bytes,
         ),
         Driver(
             "gemm_rs", GemmRsOptions, ("band_major", "row_major"), ("one_way", "fixed", "serial"),
-            gemm_rs, describe_gemm_rs, prepare_gemm_rs,
+            ("push",), gemm_rs, describe_gemm_rs, prepare_gemm_rs,
             x_rows=_all, out_rows=_chunk, width=lambda shape: shape[1],
             crew="reducers_per_peer",
             remote_bytes=_scatter_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,13 +183,15 @@ def _plan(
     validate.check_room(workspace, m, n)
     try:
         problem = GemmRsProblem(m, n, k, world.size)
-        plan = plan_gemm_rs(
-            problem, workspace.machine,
-            cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2),
+        make = partial(
+            plan_gemm_rs, problem, workspace.machine,
             transport=options.transport or GEMM_RS_TRANSPORTS[0], policy=options.policy,
             order=options.order, reducers_per_peer=options.reducers_per_peer,
             split_k=options.split_k,
         )  # fmt: skip
+        plan = make(cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2))
+        # Caps may differ between ranks, and all must decide alike.
+        judged = make(cap=None)
     except HeuristicsError as error:
         raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
     try:
@@ -196,7 +199,7 @@ def _plan(
     except WorkspaceError as error:
         raise Rejected(validate.WORKSPACE, error) from error
     label = f"gemm_rs {LAYOUT} m={m} n={n} k={k}"
-    decline = prepared.decline_reason(problem, plan, workspace, options.force, label)
+    decline = prepared.decline_reason(problem, judged, workspace, options.force, label)
     call_hash = prepared.agreed_hash(
         "gemm_rs", problem, plan.transport, plan.block_m, plan.block_n,
         workspace.machine.tile_row_rows, options.policy == "serial", decline is None,

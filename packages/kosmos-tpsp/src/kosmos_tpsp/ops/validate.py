@@ -132,7 +132,7 @@ def check_room(workspace: TpSpWorkspace, m: int, k: int) -> None:
     """The gathered rows fit the workspace."""
     if m > workspace.max_tokens or k > workspace.max_features:
         error = WorkspaceError(
-            f"workspace: gathering [{m}, {k}] needs more than its [{workspace.max_tokens}, "
+            f"workspace: [{m}, {k}] needs more than its [{workspace.max_tokens}, "
             f"{workspace.max_features}]; create it with a larger max_tokens or max_features on "
             "every rank"
         )
