@@ -88,6 +88,7 @@ def test_a_finding_is_printed_with_the_command_that_repeats_it(
     assert "DEADLOCK" in first["problem"]
     assert first["replay"] in err
     assert {"started", "command", "versions", "seconds", "counts"} <= set(summary)
+    assert "/" not in summary["command"]
     again = first["replay"].split()
     assert main(again[again.index("explore") :]) == 1
     capsys.readouterr()

@@ -166,7 +166,10 @@ class Exploration:
             "seconds": round(self._took_s, 1),
             "jobs": self.jobs,
             "started": self._started.isoformat(timespec="seconds"),
-            "command": f"python -m kosmos_tpsp {' '.join(sys.argv[1:])}",
+            # Without this machine's folders.
+            "command": " ".join(
+                ["python -m kosmos_tpsp", *(a.rpartition("/")[2] for a in sys.argv[1:])]
+            ),
             "versions": _versions(),
         }
 
