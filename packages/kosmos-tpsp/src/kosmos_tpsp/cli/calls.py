@@ -98,7 +98,7 @@ class Wanted:
 
     Attributes:
         values: float64 matrix.
-        size: float64 norm of each row of what is rounded on the way to it.
+        size: float64 norm of each row, and of all that is rounded on the way to it together.
     """
 
     values: torch.Tensor
@@ -163,14 +163,14 @@ class Operands:
             tn = layout_of(call.options) == "tn"
             return Wanted.of(self.gathered(call).double() @ (w.t() if tn else w))
         total = torch.zeros(call.out_shape(self.size), dtype=torch.float64, device=self._device)
-        squares = total.new_zeros(len(total))
+        size = total.new_zeros(len(total))
         own = slice(rank * len(total), (rank + 1) * len(total))
         for source in range(self.size):
             part = self.x(call, source)[own].double() @ self.w(call, source).double().t()
             total += part
-            squares += part.square().sum(1)
+            size += part.norm(dim=1)
         # The parts are rounded too, and may cancel one another.
-        return Wanted(total, (squares + total.square().sum(1)).sqrt())
+        return Wanted(total, size + total.norm(dim=1))
 
 
 def compare(out: torch.Tensor, wanted: Wanted) -> tuple[float, str]:
