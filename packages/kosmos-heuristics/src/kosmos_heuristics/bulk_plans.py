@@ -5,7 +5,7 @@ from __future__ import annotations
 from kosmos_heuristics.bulk import bulk_ag_movers, bulk_rs_reducers
 from kosmos_heuristics.draft import TILE_FIELDS, Draft, crew_given
 from kosmos_heuristics.gemm_rs import UNIT_ROWS, set_unit
-from kosmos_heuristics.machine import TRANSPORTS, Machine
+from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.parts import TileShape
 from kosmos_heuristics.plan_base import MAX_COPY_DEPTH
 from kosmos_heuristics.problems import BulkAgProblem, BulkRsProblem, TpProblem, wire_bytes
@@ -78,10 +78,7 @@ def plan_bulk_ag(
     draft = Draft(machine, overrides, AG_OVERRIDES)
     grid = draft.set_cap(cap)
     draft.set_policy(policy)
-    rule, source = f"the machine's: {machine.transport}", machine.source("transport")
-    way = draft.choose(
-        "transport", transport, machine.transport, TRANSPORTS, rule, source, optional=True
-    )
+    way = draft.set_transport(transport)
     crew = crew_given(problem, policy, machine, movers_per_peer, "movers_per_peer")
     if crew is None:
         crew = bulk_ag_movers(problem, machine, way)

@@ -10,7 +10,7 @@ from kosmos_heuristics.cap import fit_movers, resolve_cap
 from kosmos_heuristics.checks import check_choice, check_int
 from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.explain import Reason, given
-from kosmos_heuristics.machine import Machine
+from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.movers import FIXED_MOVERS_PER_PEER, MoverChoice
 from kosmos_heuristics.parts import TileShape
 from kosmos_heuristics.plan_base import POLICIES, check_field
@@ -85,6 +85,17 @@ class Draft:
         """Set the switching policy of an operation whose demand is monotonic."""
         rule, source = "demand of a collective is monotonic", "paper Table 2"
         self.choose("policy", policy, "one_way", POLICIES, rule, source)
+
+    def set_transport(self, transport: str | None, source: str | None = None) -> str:
+        """Set the transport: the caller's, or the machine's; returns it.
+
+        Args:
+            transport: ``pull``, ``push``, or None for the machine's.
+            source: Where the machine's comes from, if measured for this operation.
+        """
+        default = self.machine.transport
+        rule, source = f"the machine's: {default}", source or self.machine.source("transport")
+        return self.choose("transport", transport, default, TRANSPORTS, rule, source, optional=True)
 
     def set_crew(self, name: str, problem: TpProblem, choice: MoverChoice, cap: int) -> None:
         """Set the crew: the rule's count per peer, fitted to the cap, and its total."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.draft import NOT_PRINTED, TILE_FIELDS, Draft, crew_given
 from kosmos_heuristics.explain import Reason
-from kosmos_heuristics.machine import TRANSPORTS, Machine
+from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.plan_base import RS_ORDERS
 from kosmos_heuristics.problems import GemmRsProblem, TpProblem
 from kosmos_heuristics.reducers import gemm_rs_reducers, saturating_reducers
@@ -77,11 +77,7 @@ def plan_gemm_rs(
     draft.set_policy(policy)
     why = "every rank's reducers start after one step"
     draft.choose("order", order, "band_major", RS_ORDERS, why, "paper Table A.3")
-    source = PUSH_SOURCE if machine.rule_set == "h200" else machine.source("transport")
-    rule = f"the machine's: {machine.transport}"
-    way = draft.choose(
-        "transport", transport, machine.transport, TRANSPORTS, rule, source, optional=True
-    )
+    way = draft.set_transport(transport, PUSH_SOURCE if machine.rule_set == "h200" else None)
 
     crew = crew_given(problem, policy, machine, reducers_per_peer, "reducers_per_peer")
     if crew is None:

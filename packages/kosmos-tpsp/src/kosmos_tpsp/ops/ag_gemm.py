@@ -9,16 +9,14 @@ from typing import Any
 import torch
 import triton.language as tl
 from kosmos_core.device import layout as words
-from kosmos_core.errors import ArgumentError, WorkspaceError
-from kosmos_heuristics import AgGemmPlan, AgGemmProblem, HeuristicsError, plan_ag_gemm
+from kosmos_heuristics import AgGemmPlan, AgGemmProblem, plan_ag_gemm
 
 from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import AgGemmConfig, Operands
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.ops import prepared, validate
-from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, TRANSPORTS, Prepared
-from kosmos_tpsp.ops.validate import Rejected
+from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 ORDERS = {"local_first": 0, "chunk_major": 1, "naive": 2}
@@ -92,7 +90,7 @@ def ag_gemm(
     validate.check_workspace(workspace)
     with prepared.telling_peers(workspace, lambda: prepared.shown_call("ag_gemm", x, w)):
         options = prepared.chosen_options(AgGemmOptions, options, choices)
-        call = _prepare(x, w, workspace, options)
+        call = prepared.prepare(_plan, x, w, workspace, options)
         m, n, k = call.problem.m, call.problem.n, call.problem.k
         if out is None:
             out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
@@ -121,26 +119,12 @@ def ag_gemm(
     return (out, kept) if kept is not None else out
 
 
-def _check_types(options: AgGemmOptions) -> None:
-    for name in ("keep_gathered", "traced", "force"):
-        validate.check_flag(name, getattr(options, name), optional=name == "keep_gathered")
-    for name in ("movers_per_peer", "split_k"):
-        validate.check_int(name, getattr(options, name))
-    validate.check_cap(options.cap)
-
-
 def prepare_ag_gemm(
     workspace: TpSpWorkspace, chunk_rows: int, n: int, k: int, options: AgGemmOptions
 ) -> None:
     """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
-    device = workspace.world.device
-    x = torch.zeros(chunk_rows, k, dtype=torch.bfloat16, device=device)
-    w = torch.zeros(
-        (n, k) if options.layout == "tn" else (k, n), dtype=torch.bfloat16, device=device
-    )
-    ag_gemm(x, w, workspace, options=options)
-    workspace.synchronize()
-    workspace.world.barrier()
+    w_shape = (n, k) if options.layout == "tn" else (k, n)
+    prepared.warm(ag_gemm, (chunk_rows, k), w_shape, workspace, options)
 
 
 def describe_call(
@@ -151,40 +135,24 @@ def describe_call(
     Raises:
         ArgumentError: as `ag_gemm`.
     """
-    try:
-        return _prepare(x, w, workspace, options)
-    except Rejected as rejected:
-        raise rejected.error from None
-
-
-def _prepare(
-    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
-) -> Prepared:
-    prepared.check_usable(workspace)
-    device = workspace.world.device
-    validate.check_matrix("x", x, device)
-    validate.check_matrix("w", w, device)
-    key = (x.shape, w.shape, options)
-    return prepared.remembered(workspace, key, lambda: _plan(x, w, workspace, options))
+    return prepared.describe(_plan, x, w, workspace, options)
 
 
 def _plan(
     x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
 ) -> Prepared:
-    _check_types(options)
+    validate.check_flag("keep_gathered", options.keep_gathered, optional=True)
+    validate.check_types(options, "movers_per_peer")
     validate.check_choice("layout", options.layout, tuple(LAYOUTS))
     validate.check_choice("policy", options.policy, tuple(POLICIES))
     validate.check_choice("order", options.order, tuple(ORDERS))
     validate.check_choice("transport", options.transport, workspace.transports, optional=True)
-    if options.split_k not in (None, 1, 2, 4, 8):
-        raise validate.reject(
-            validate.ARGUMENT, f"split_k: got {options.split_k}, wanted 1, 2, 4 or 8"
-        )
+    validate.check_split_k(options.split_k)
     world = workspace.world
     n, k = prepared.features(x, w, options.layout)
     m = x.shape[0] * world.size
     validate.check_room(workspace, m, k)
-    try:
+    with prepared.refusals():
         keeps = options.layout == "nn" if options.keep_gathered is None else options.keep_gathered
         problem = AgGemmProblem(m, n, k, world.size, options.layout, keep_gathered=keeps)
         make = partial(
@@ -192,15 +160,7 @@ def _plan(
             transport=_transport(problem, workspace, options), policy=options.policy,
             order=options.order, movers_per_peer=options.movers_per_peer, split_k=options.split_k,
         )  # fmt: skip
-        plan = make(cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2))
-        # Caps may differ between ranks, and all must decide alike.
-        judged = make(cap=None)
-    except HeuristicsError as error:
-        raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
-    try:
-        workspace.reserve_partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n)
-    except WorkspaceError as error:
-        raise Rejected(validate.WORKSPACE, error) from error
+        plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
     label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
     decline = prepared.decline_reason(problem, judged, workspace, options.force, label)
     call_hash = prepared.agreed_hash(
@@ -224,29 +184,17 @@ def _configs(
     problem: AgGemmProblem, plan: AgGemmPlan, options: AgGemmOptions
 ) -> tuple[AgGemmConfig, ...]:
     fused = AgGemmConfig(
-        TRANSPORT=TRANSPORTS[plan.transport],
+        **prepared.shared_constants(problem, plan),
         LAYOUT=tl.constexpr(LAYOUTS[options.layout]),
         ORDER=tl.constexpr(ORDERS[plan.order]),
-        POLICY=POLICIES[options.policy],
         PHASE=codes.FUSED,
         KEEP_GATHERED=tl.constexpr(int(problem.keeps_gathered)),
         SLICES=tl.constexpr(plan.slices),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),
         COPY_DEPTH=tl.constexpr(plan.copy_depth),
         TILE_ROW_ROWS=tl.constexpr(plan.tile_row_rows),
-        BLOCK_M=tl.constexpr(plan.block_m),
-        BLOCK_N=tl.constexpr(plan.block_n),
-        BLOCK_K=tl.constexpr(plan.block_k),
-        STAGES=tl.constexpr(plan.num_stages),
         GROUP_M=tl.constexpr(plan.group_m),
         GROUP_ROWS=tl.constexpr(plan.group_rows),
-        SPLIT_K=tl.constexpr(plan.split_k),
-        CLAIM_RUN=tl.constexpr(plan.claim_run),
-        XCDS=tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
-        XCD_RUN=tl.constexpr(prepared.XCD_RUN),
-        STORE_SPLITS=tl.constexpr(codes.store_splits(plan.block_n)),
-        EVEN_K=tl.constexpr(int(problem.k % plan.block_k == 0)),
-        EVEN_N=tl.constexpr(int(problem.n % plan.block_n == 0)),
     )
     if options.policy != "serial":
         return (fused,)

@@ -33,7 +33,6 @@ class Driver:
         out_rows: (m, size) rows of the output.
         width: features of the workspace that a call takes.
         crew: the choice that says how many workgroups move for each peer.
-        remote_bytes: (shape, size) bytes that cross ranks, into and out of each one.
     """
 
     name: str
@@ -48,7 +47,10 @@ class Driver:
     out_rows: Callable[[int, int], int]
     width: Callable[[Shape], int]
     crew: str
-    remote_bytes: Callable[[Shape, int], int]
+
+    def remote_bytes(self, shape: Shape, size: int) -> int:
+        """Bytes that cross ranks, into and out of each one."""
+        return (size - 1) * _chunk(shape[0], size) * self.width(shape) * 2
 
 
 def _chunk(m: int, size: int) -> int:
@@ -57,16 +59,6 @@ def _chunk(m: int, size: int) -> int:
 
 def _all(m: int, size: int) -> int:
     return m
-
-
-def _gather_bytes(shape: Shape, size: int) -> int:
-    m, _, k = shape
-    return (size - 1) * (m // size) * k * 2
-
-
-def _scatter_bytes(shape: Shape, size: int) -> int:
-    m, n, _ = shape
-    return (size - 1) * (m // size) * n * 2
 
 
 DRIVERS = {
@@ -78,14 +70,12 @@ DRIVERS = {
             ag_gemm, describe_call, prepare_ag_gemm,
             x_rows=_chunk, out_rows=_all, width=lambda shape: shape[2],
             crew="movers_per_peer",
-            remote_bytes=_gather_bytes,
         ),
         Driver(
             "gemm_rs", GemmRsOptions, ("band_major", "row_major"), ("one_way", "fixed", "serial"),
             ("push",), gemm_rs, describe_gemm_rs, prepare_gemm_rs,
             x_rows=_all, out_rows=_chunk, width=lambda shape: shape[1],
             crew="reducers_per_peer",
-            remote_bytes=_scatter_bytes,
         ),
     )
 }  # fmt: skip

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 import triton.language as tl
 from kosmos_core.device import layout as words
-from kosmos_core.errors import ArgumentError, WorkspaceError
-from kosmos_heuristics import GemmRsPlan, GemmRsProblem, HeuristicsError, plan_gemm_rs
+from kosmos_heuristics import GemmRsPlan, GemmRsProblem, plan_gemm_rs
 
 from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import GemmRsConfig, ScatterOperands
 from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
 from kosmos_tpsp.ops import prepared, validate
-from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, TRANSPORTS, Prepared
-from kosmos_tpsp.ops.validate import Rejected
+from kosmos_tpsp.ops.prepared import LAYOUTS, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 LAYOUT = "tn"
@@ -97,7 +95,7 @@ def gemm_rs(
     validate.check_workspace(workspace)
     with prepared.telling_peers(workspace, lambda: prepared.shown_call("gemm_rs", x, w)):
         options = prepared.chosen_options(GemmRsOptions, options, choices)
-        call = _prepare(x, w, workspace, options)
+        call = prepared.prepare(_plan, x, w, workspace, options)
         rows, n = x.shape[0] // workspace.world.size, call.problem.n
         if out is None:
             out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
@@ -125,12 +123,7 @@ def prepare_gemm_rs(
     workspace: TpSpWorkspace, m: int, n: int, k: int, options: GemmRsOptions
 ) -> None:
     """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
-    device = workspace.world.device
-    x = torch.zeros(m, k, dtype=torch.bfloat16, device=device)
-    w = torch.zeros(n, k, dtype=torch.bfloat16, device=device)
-    gemm_rs(x, w, workspace, options=options)
-    workspace.synchronize()
-    workspace.world.barrier()
+    prepared.warm(gemm_rs, (m, k), (n, k), workspace, options)
 
 
 def describe_gemm_rs(
@@ -141,38 +134,17 @@ def describe_gemm_rs(
     Raises:
         ArgumentError: as `gemm_rs`.
     """
-    try:
-        return _prepare(x, w, workspace, options)
-    except Rejected as rejected:
-        raise rejected.error from None
-
-
-def _prepare(
-    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
-) -> Prepared:
-    prepared.check_usable(workspace)
-    device = workspace.world.device
-    validate.check_matrix("x", x, device)
-    validate.check_matrix("w", w, device)
-    key = (x.shape, w.shape, options)
-    return prepared.remembered(workspace, key, lambda: _plan(x, w, workspace, options))
+    return prepared.describe(_plan, x, w, workspace, options)
 
 
 def _plan(
     x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
 ) -> Prepared:
-    for name in ("traced", "force"):
-        validate.check_flag(name, getattr(options, name))
-    for name in ("reducers_per_peer", "split_k"):
-        validate.check_int(name, getattr(options, name))
-    validate.check_cap(options.cap)
+    validate.check_types(options, "reducers_per_peer")
     validate.check_choice("policy", options.policy, GEMM_RS_POLICIES)
     validate.check_choice("order", options.order, tuple(ORDERS))
     validate.check_choice("transport", options.transport, GEMM_RS_TRANSPORTS, optional=True)
-    if options.split_k not in (None, 1, 2, 4, 8):
-        raise validate.reject(
-            validate.ARGUMENT, f"split_k: got {options.split_k}, wanted 1, 2, 4 or 8"
-        )
+    validate.check_split_k(options.split_k)
     world, m = workspace.world, x.shape[0]
     n, k = prepared.features(x, w, LAYOUT)
     if m % world.size:
@@ -181,7 +153,7 @@ def _plan(
             f"x: got {m} rows, wanted a multiple of the {world.size} ranks; pad the tokens",
         )
     validate.check_room(workspace, m, n)
-    try:
+    with prepared.refusals():
         problem = GemmRsProblem(m, n, k, world.size)
         make = partial(
             plan_gemm_rs, problem, workspace.machine,
@@ -189,15 +161,7 @@ def _plan(
             order=options.order, reducers_per_peer=options.reducers_per_peer,
             split_k=options.split_k,
         )  # fmt: skip
-        plan = make(cap=min(options.cap or world.num_wgs or 2, world.num_wgs or 2))
-        # Caps may differ between ranks, and all must decide alike.
-        judged = make(cap=None)
-    except HeuristicsError as error:
-        raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
-    try:
-        workspace.reserve_partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n)
-    except WorkspaceError as error:
-        raise Rejected(validate.WORKSPACE, error) from error
+        plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
     label = f"gemm_rs {LAYOUT} m={m} n={n} k={k}"
     decline = prepared.decline_reason(problem, judged, workspace, options.force, label)
     call_hash = prepared.agreed_hash(
@@ -213,26 +177,14 @@ def _configs(
     problem: GemmRsProblem, plan: GemmRsPlan, tile_row_rows: int, options: GemmRsOptions
 ) -> tuple[GemmRsConfig, ...]:
     fused = GemmRsConfig(
-        TRANSPORT=TRANSPORTS[plan.transport],
+        **prepared.shared_constants(problem, plan),
         LAYOUT=tl.constexpr(LAYOUTS[LAYOUT]),
         ORDER=tl.constexpr(ORDERS[plan.order]),
-        POLICY=POLICIES[options.policy],
         PHASE=codes.FUSED,
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
         REDUCE_ELEMENTS=tl.constexpr(min(MAX_REDUCE_ELEMENTS, plan.unit_rows * plan.unit_cols)),
         TILE_ROW_ROWS=tl.constexpr(tile_row_rows),
-        BLOCK_M=tl.constexpr(plan.block_m),
-        BLOCK_N=tl.constexpr(plan.block_n),
-        BLOCK_K=tl.constexpr(plan.block_k),
-        STAGES=tl.constexpr(plan.num_stages),
         BAND_ROWS=tl.constexpr(max(1, plan.band_rows // tile_row_rows)),
-        SPLIT_K=tl.constexpr(plan.split_k),
-        CLAIM_RUN=tl.constexpr(plan.claim_run),
-        XCDS=tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
-        XCD_RUN=tl.constexpr(prepared.XCD_RUN),
-        STORE_SPLITS=tl.constexpr(codes.store_splits(plan.block_n)),
-        EVEN_K=tl.constexpr(int(problem.k % plan.block_k == 0)),
-        EVEN_N=tl.constexpr(int(problem.n % plan.block_n == 0)),
     )
     if options.policy != "serial":
         return (fused,)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from kosmos_core.device import roles
-from kosmos_core.errors import WorkspaceError
+from kosmos_core.errors import ArgumentError, WorkspaceError
 from kosmos_core.launch import intern_key
-from kosmos_heuristics import Machine, can_fuse
+from kosmos_heuristics import HeuristicsError, Machine, can_fuse
 
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.ops import validate
@@ -58,15 +59,97 @@ class Prepared:
     label: str
 
 
-def check_usable(workspace: TpSpWorkspace) -> None:
-    """A workspace that calls can be made on, from this rank."""
-    try:
+# (x, w, workspace, options): checks the choices of an op and plans its call.
+Planner = Callable[[torch.Tensor, torch.Tensor, TpSpWorkspace, Any], Prepared]
+
+
+def prepare(
+    plan: Planner, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: Any
+) -> Prepared:
+    """The prepared call of an op, planned once for equal shapes and options."""
+    with refusals():
         workspace.ensure_usable()
+    device = workspace.world.device
+    validate.check_matrix("x", x, device)
+    validate.check_matrix("w", w, device)
+    key = (x.shape, w.shape, options)
+    return _remembered(workspace, key, lambda: plan(x, w, workspace, options))
+
+
+def describe(
+    plan: Planner, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: Any
+) -> Prepared:
+    """As `prepare`, for a caller whose peers make no call: nobody is told of what is refused.
+
+    Raises:
+        ArgumentError, WorkspaceError, PeerError: as the op.
+    """
+    try:
+        return prepare(plan, x, w, workspace, options)
+    except Rejected as rejected:
+        raise rejected.error from None
+
+
+def warm(
+    op: Callable[..., Any],
+    x_shape: tuple[int, int],
+    w_shape: tuple[int, int],
+    workspace: TpSpWorkspace,
+    options: Any,
+) -> None:
+    """Collective: compiles and loads what a call of these shapes needs, then ends in a barrier."""
+    device = workspace.world.device
+    x = torch.zeros(x_shape, dtype=torch.bfloat16, device=device)
+    w = torch.zeros(w_shape, dtype=torch.bfloat16, device=device)
+    op(x, w, workspace, options=options)
+    workspace.synchronize()
+    workspace.world.barrier()
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Gives what plans and workspaces refuse the code that the peers are told."""
+    try:
+        yield
+    except HeuristicsError as error:
+        raise Rejected(validate.ARGUMENT, ArgumentError(str(error))) from error
     except WorkspaceError as error:
-        raise Rejected(validate.WORKSPACE, error) from None
+        raise Rejected(validate.WORKSPACE, error) from error
 
 
-def remembered(workspace: TpSpWorkspace, key: Hashable, make: Callable[[], Prepared]) -> Prepared:
+def plan_and_judge(
+    make: Callable[..., Any], workspace: TpSpWorkspace, cap: int | None
+) -> tuple[Any, Any]:
+    """The plan of a call, with room reserved for its partials, and the one its verdict is of.
+
+    Caps may differ between ranks, and all must decide alike: the second one has none.
+    """
+    most = workspace.world.num_wgs or 2
+    plan, judged = make(cap=min(cap or most, most)), make(cap=None)
+    workspace.reserve_partials(plan.split_tiles, plan.split_k, plan.block_m, plan.block_n)
+    return plan, judged
+
+
+def shared_constants(problem: Any, plan: Any) -> dict[str, tl.constexpr]:
+    """Constants that every kernel takes from its plan alike."""
+    return {
+        "TRANSPORT": TRANSPORTS[plan.transport],
+        "POLICY": POLICIES[plan.policy],
+        "BLOCK_M": tl.constexpr(plan.block_m),
+        "BLOCK_N": tl.constexpr(plan.block_n),
+        "BLOCK_K": tl.constexpr(plan.block_k),
+        "STAGES": tl.constexpr(plan.num_stages),
+        "SPLIT_K": tl.constexpr(plan.split_k),
+        "CLAIM_RUN": tl.constexpr(plan.claim_run),
+        "XCDS": tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
+        "XCD_RUN": tl.constexpr(XCD_RUN),
+        "STORE_SPLITS": tl.constexpr(codes.store_splits(plan.block_n)),
+        "EVEN_K": tl.constexpr(int(problem.k % plan.block_k == 0)),
+        "EVEN_N": tl.constexpr(int(problem.n % plan.block_n == 0)),
+    }
+
+
+def _remembered(workspace: TpSpWorkspace, key: Hashable, make: Callable[[], Prepared]) -> Prepared:
     """The prepared call of a key, made when it is not there."""
     try:
         call: Prepared | None = workspace.prepared.get(key)

@@ -5,6 +5,8 @@ Each names the argument, what it got, what it wanted and the remedy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from kosmos_core.errors import ArgumentError, WorkspaceError
 
@@ -126,6 +128,21 @@ def check_cap(cap: int | None) -> None:
     check_int("cap", cap)
     if cap is not None and cap < 2:
         raise reject(CAP, f"cap: got {cap}, wanted at least 2 (a mover beside a builder)")
+
+
+def check_types(options: Any, crew: str) -> None:
+    """The choices that all ops have, and the size of the crew for each peer, are of their types."""
+    for name in ("traced", "force"):
+        check_flag(name, getattr(options, name))
+    for name in (crew, "split_k"):
+        check_int(name, getattr(options, name))
+    check_cap(options.cap)
+
+
+def check_split_k(split_k: int | None) -> None:
+    """Parts that pairs of workgroups can combine, or None for the plan's own choice."""
+    if split_k not in (None, 1, 2, 4, 8):
+        raise reject(ARGUMENT, f"split_k: got {split_k}, wanted 1, 2, 4 or 8")
 
 
 def check_room(workspace: TpSpWorkspace, m: int, k: int) -> None:
