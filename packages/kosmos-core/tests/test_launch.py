@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import triton
+import triton.language as tl
+from kosmos_core import launch
 from kosmos_core.launch import Launcher, intern_key
 from triton.runtime import _allocation
 
@@ -110,16 +113,84 @@ def test_loading_runs_nothing_and_the_launch_after_it_compiles_nothing() -> None
     assert (kernel.compilations, len(compiled.seen)) == (1, 1)
 
 
-def test_descriptors_live_on_the_device_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices: list[str] = []
-    monkeypatch.setattr("torch.empty", lambda *_, device, **__: devices.append(str(device)))
+class Pointers(NamedTuple):
+    """A struct as kernels have it."""
+
+    x_ptr: torch.Tensor
+    rows: int
+    WORLD: tl.constexpr
+
+
+class Constants(NamedTuple):
+    """A struct of constants."""
+
+    BLOCK: tl.constexpr
+    STAGES: tl.constexpr
+
+
+def test_launches_pass_addresses_and_compilation_sees_tensors() -> None:
+    passed: list[tuple[Any, ...]] = []
+
+    class Recording(Compiled):
+        def run(self, *args: Any) -> None:
+            passed.append(args)
+
+    class Seeing(Kernel):
+        def run(self, *args: Any, **options: Any) -> Compiled:
+            assert isinstance(args[0], torch.Tensor)
+            assert isinstance(args[1].x_ptr, torch.Tensor)
+            return super().run(*args, **options)
+
+    t, world = torch.zeros(4), tl.constexpr(2)
+    constants = Constants(tl.constexpr(64), tl.constexpr(3))
+    given = (t, Pointers(t, 7, world), constants, 5)
+    launcher, kernel = Launcher(), Seeing(Recording())
+    for _ in range(2):
+        launcher.launch(kernel, 3, given, "key", 0, 11, num_warps=8, num_stages=1)
+    wanted = (t.data_ptr(), (t.data_ptr(), 7, world), constants, 5)
+    assert [args[-4:] for args in passed] == [wanted] * 2
+    assert passed[0][:4] == (3, 1, 1, 11)
+
+
+def test_descriptors_live_on_the_device_and_in_the_order_of_the_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    given: list[int] = []
+    capturing = False
+    empty = torch.empty
+
+    def recorded(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(str(device))
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr("torch.empty", recorded)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
+    launch._scratch_on.cache_clear()
+    kept: list[torch.Tensor] = []
 
     class Allocating(Compiled):
-        def run(self, *args: Any) -> None:
-            _allocation._allocator.get()(64, 16, None)
+        size = 64
 
-    launcher, kernel = Launcher(), Kernel(Allocating())
-    for device in (1, 0, 1):
-        for _ in range(2):
-            launcher.launch(kernel, 1, (), "key", device, 0, num_warps=8, num_stages=1)
-    assert sorted(set(devices)) == ["cuda:0", "cuda:1"]
+        def run(self, *args: Any) -> None:
+            kept.append(_allocation._allocator.get()(self.size, 16, args[3]))
+            given.append(kept[-1].data_ptr())
+
+    allocating = Allocating()
+    launcher, kernel = Launcher(), Kernel(allocating)
+
+    def go(device: int, stream: int) -> int:
+        launcher.launch(kernel, 1, (), "key", device, stream, num_warps=8, num_stages=1)
+        return given[-1]
+
+    first = go(0, 7)
+    assert go(0, 7) == first
+    # What runs at the same time shares nothing.
+    assert len({first, go(0, 8), go(1, 7)}) == 3
+    assert made == ["cuda:0", "cuda:0", "cuda:1"]
+    allocating.size = 128
+    assert go(0, 7) != first
+    assert kept[-1].numel() == 128
+    capturing = True
+    assert len({go(0, 7), go(0, 7), given[-3]}) == 3
+    launch._scratch_on.cache_clear()

@@ -13,15 +13,27 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 
 @functools.cache
 def _scratch_on(device: int) -> Callable[[int, int, int | None], torch.Tensor]:
-    """What gives launches on a device the memory for tensor descriptors that kernels build."""
+    """What gives launches on a device the memory for tensor descriptors that kernels build.
+
+    Kernels of one stream come one after the other and share it. A captured graph may be replayed
+    on any stream: what it launches has memory of its own.
+    """
+    held: dict[int | None, torch.Tensor] = {}
+    place = torch.device("cuda", device)
 
     def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        # Stream-ordered, so that a captured graph may replay it.
-        return torch.empty(size, dtype=torch.int8, device=torch.device("cuda", device))
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(size, dtype=torch.int8, device=place)
+        memory = held.get(stream)
+        if memory is None or memory.numel() < size:
+            # What is replaced goes back in stream order, after the kernels that use it.
+            memory = held[stream] = torch.empty(size, dtype=torch.int8, device=place)
+        return memory
 
     return scratch
 
@@ -109,8 +121,20 @@ def _run(compiled: Any, num_wgs: int, args: Sequence[Any], device: int, stream: 
         None,
         None,
         None,
-        *args,
+        *map(_addresses, args),
     )
+
+
+def _addresses(value: Any) -> Any:
+    """An argument, or a struct of them, with the addresses of its tensors.
+
+    Of a tensor the launcher would ask the driver whether the GPU can reach it, each time.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple) and not isinstance(value[0], tl.constexpr):
+        return tuple([v.data_ptr() if isinstance(v, torch.Tensor) else v for v in value])
+    return value
 
 
 LAUNCHER = Launcher()

@@ -88,7 +88,7 @@ def ag_gemm(
     Source: paper, section 3.2.1.
     """
     validate.check_workspace(workspace)
-    with prepared.telling_peers(workspace, lambda: prepared.shown_call("ag_gemm", x, w)):
+    with prepared.TellingPeers(workspace, lambda: prepared.shown_call("ag_gemm", x, w)):
         options = prepared.chosen_options(AgGemmOptions, options, choices)
         call = prepared.prepare(_plan, x, w, workspace, options)
         m, n, k = call.problem.m, call.problem.n, call.problem.k

@@ -93,7 +93,7 @@ def gemm_rs(
     Source: paper, section 3.2.2.
     """
     validate.check_workspace(workspace)
-    with prepared.telling_peers(workspace, lambda: prepared.shown_call("gemm_rs", x, w)):
+    with prepared.TellingPeers(workspace, lambda: prepared.shown_call("gemm_rs", x, w)):
         options = prepared.chosen_options(GemmRsOptions, options, choices)
         call = prepared.prepare(_plan, x, w, workspace, options)
         rows, n = x.shape[0] // workspace.world.size, call.problem.n
