@@ -17,7 +17,7 @@ from kosmos_tpsp.cli import checking, killed
 from kosmos_tpsp.cli.cases import sequence, shapes
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.device import build, gather
+from kosmos_tpsp.device import build, gather, gathered
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 
@@ -188,7 +188,7 @@ def test_a_race_fails_the_case_in_which_it_shows_and_says_how_to_repeat_it(
 def test_wrong_values_fail_the_case(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, Mutation(build.multiply, "chunk = tile.src_rank * 0", "k_end = k_begin"))
+    plant(monkeypatch, Mutation(gathered.multiply, "chunk = tile.src_rank * 0", "k_end = k_begin"))
     status, report, err = check(capsys, "--world", "cpu:2", *SMALL, "--schedules", "1")
     assert status == 1
     assert report["cases"][0]["max_rel_err"] > 0.1
@@ -211,9 +211,9 @@ def test_a_result_that_depends_on_the_schedule_is_no_bitwise_repeat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Which workgroup builds a tile must not matter; here it decides the last bit of a few elements.
-    old = "acc = multiply(own, gathered, weights, call, standing, tile, 0, k_end, CONFIG, T)"
+    old = "acc = SUM(job, ctx, call, standing, tile, 0, k_end, CONFIG)"
     new = old + " * (1 + tl.program_id(0) * 0.0005)"
-    plant(monkeypatch, Mutation(build.build, old, new))
+    plant(monkeypatch, Mutation(build.build_tiles, old, new))
     status, report, _ = check(capsys, "--world", "cpu:2", *SMALL, "--schedules", "3")
     assert status == 1
     assert report["cases"][0]["bitwise_repeat"] is False

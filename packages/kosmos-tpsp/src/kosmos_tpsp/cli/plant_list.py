@@ -6,7 +6,7 @@ from kosmos_core.device import barrier, flags, queue, roles
 
 from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
-from kosmos_tpsp.device import build, gather
+from kosmos_tpsp.device import build, gather, gathered
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 
 PULL = {"transport": "pull"}
@@ -119,7 +119,13 @@ _CONSUME = [
         "wrong_chunk",
         "consume",
         "builders wait for one source's rows and multiply another's",
-        ((build.multiply, "chunk = tile.src_rank\n", "chunk = 3 - call.rank - tile.src_rank\n"),),
+        (
+            (
+                gathered.multiply,
+                "chunk = tile.src_rank\n",
+                "chunk = 3 - call.rank - tile.src_rank\n",
+            ),
+        ),
         ranks=3,
     ),
     Plant(

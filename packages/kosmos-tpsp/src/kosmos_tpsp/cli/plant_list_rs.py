@@ -84,6 +84,13 @@ SCATTER_PLANTS = [
         (scatter.send_tile, "call.rank * ctx.MAX_ROWS", "owner * ctx.MAX_ROWS"),
     ),
     _plant(
+        "empty_tile_counted",
+        "consume",
+        "tiles past the end of a chunk are counted in as if they had rows",
+        (scatter.send_tile, "if present & (", "if ("),
+        shapes=((40, 40, 16),) * 2,
+    ),
+    _plant(
         "other_set",
         "epochs",
         "tiles are counted into the words of the next call",

@@ -1,6 +1,7 @@
-"""The builders of an all-gathered GEMM.
+"""Builders: output tiles of a GEMM in queue order, split along the contraction where asked.
 
-Output tiles in queue order, split along the contraction where asked.
+One loop serves all operations. What a tile is, what it waits for, what is multiplied and where the
+product goes are functions that an operation passes to it.
 
 =============== =================== ==================== ====== ============= ======================
 word            writer              reader               scope  order         guards
@@ -22,11 +23,8 @@ from kosmos_core.device.gemm import NN, gemm_tile, store_accumulator
 from kosmos_core.device.layout import COUNTERS, MAX_RANKS, SPLIT_QUEUE, TILE_QUEUE
 from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.target import fence_async_proxy, load_tile, matrix_view, store_tile
-from kosmos_core.device.tiles import claim_tiles, gathered_tile, num_gathered_tiles
+from kosmos_core.device.tiles import claim_tiles
 from kosmos_core.device.trace import BUILD, trace_begin, trace_end
-
-from kosmos_tpsp.device.config import BUILD_ONLY
-from kosmos_tpsp.device.gather import await_rows
 
 
 @triton.jit
@@ -73,32 +71,6 @@ def reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG):
 
 
 @triton.jit
-def locate(index, grid, rank, WORLD: tl.constexpr, CONFIG):
-    """Tile `index` of the queue."""
-    return gathered_tile(
-        index, grid, rank, CONFIG.ORDER, WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M,
-        CONFIG.GROUP_M, CONFIG.GROUP_ROWS,
-    )  # fmt: skip
-
-
-@triton.jit
-def await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG):
-    """Waits for a tile's rows unless they are this rank's own or those of `ready`.
-
-    Returns (standing, ready), where ready is the last tile row waited for: neighbours in the queue
-    share a tile row, which is waited for once.
-    """
-    arrival = tile.src_rank * ctx.MAX_ROWS + tile.tile_row
-    if CONFIG.PHASE != BUILD_ONLY and ctx.WORLD > 1:
-        if (tile.src_rank != call.rank) & (arrival != ready):
-            standing = await_rows(
-                ops, ctx, call, standing, grid, k, tile.src_rank, tile.tile_row, CONFIG
-            )
-            ready = arrival
-    return standing, ready
-
-
-@triton.jit
 def tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr):
     """The fp32 tile over part of the contraction, of rows of chunk `chunk` of A.
 
@@ -113,20 +85,6 @@ def tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TAR
         k_begin, k_end, begin_with, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K,
         CONFIG.STAGES, CONFIG.EVEN_K, CONFIG.EVEN_N, TARGET,
     )  # fmt: skip
-
-
-@triton.jit
-def multiply(
-    own, gathered, weights, call, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr
-):
-    """The fp32 tile over part of the contraction, of own or of gathered rows."""
-    # One K loop serves both sources: two in a branch would each claim their own shared memory.
-    a_view = gathered
-    chunk = tile.src_rank
-    if tile.src_rank == call.rank:
-        a_view = own
-        chunk = tile.src_rank * 0
-    return tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TARGET)
 
 
 @triton.jit
@@ -166,24 +124,35 @@ def store_output(out, chunk, tile, acc, CONFIG, TARGET: tl.constexpr):
 
 
 @triton.jit
-def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
+def build_tiles(
+    job,
+    ctx,
+    call,
+    standing,
+    tiles,
+    builders,
+    split_tiles,
+    CONFIG,
+    LOCATE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SUM: tl.constexpr,
+    AFTER: tl.constexpr,
+):
     """A builder: tiles in queue order until none is left.
 
     The last `split_tiles` tiles are split SPLIT_K ways along the contraction and stand in a queue
     of their own: few-tile shapes keep all workgroups busy that way, and what follows the last
     arrival is shorter.
+
+    job: what the op's functions need; it has the fields `ops`, `grid` and `k`.
+    tiles: indices of the queue; a tile whose rows lie past the end of its chunk is empty.
+    LOCATE: (job, ctx, call, index, CONFIG) gives tile `index`.
+    BEFORE: (job, ctx, call, standing, ready, tile, CONFIG) waits for what a tile needs; returns
+        (standing, ready), where `ready` is its own, -1 at first.
+    SUM: (job, ctx, call, standing, tile, k_begin, k_end, CONFIG) multiplies.
+    AFTER: (job, ctx, call, standing, tile, acc, CONFIG) disposes of a complete tile; of an empty
+        one, too, where tiles are whole.
     """
-    T: tl.constexpr = ctx.TARGET
-    own = matrix_view(ops.x_ptr, 1, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
-    gathered = matrix_view(
-        ops.gathered_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T
-    )
-    weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
-    out = matrix_view(
-        ops.out_ptr, ctx.WORLD, grid.chunk_rows, n, CONFIG.BLOCK_M,
-        CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, T,
-    )  # fmt: skip
-    tiles = num_gathered_tiles(grid, CONFIG.ORDER, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
     whole = tiles
     if CONFIG.SPLIT_K > 1:
         whole = tl.maximum(tiles - split_tiles, 0)
@@ -196,35 +165,33 @@ def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
     while index < whole:
         # Multiplying and storing stand in no branch, so that a store overlaps the next tile.
         for place in tl.range(index, past, step):
-            tile = locate(place, grid, call.rank, ctx.WORLD, CONFIG)
-            standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
+            tile = LOCATE(job, ctx, call, place, CONFIG)
+            standing, ready = BEFORE(job, ctx, call, standing, ready, tile, CONFIG)
             begin = trace_begin(ctx)
             # An empty row block has nothing to read, and its store ends outside the chunk.
-            k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows, k, 0)
-            acc = multiply(own, gathered, weights, call, standing, tile, 0, k_end, CONFIG, T)
-            store_output(out, tile.src_rank, tile, acc, CONFIG, T)
+            k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows, job.k, 0)
+            acc = SUM(job, ctx, call, standing, tile, 0, k_end, CONFIG)
+            AFTER(job, ctx, call, standing, tile, acc, CONFIG)
             trace_end(ctx, BUILD, place, begin)
         index, past, step, bucket = claim_tiles(
             heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
         )
     if CONFIG.SPLIT_K > 1:
-        span = split_span(k, CONFIG)
-        partials = view_partials(ops.partial_ptr, split_tiles, CONFIG, T)
+        span = split_span(job.k, CONFIG)
+        partials = view_partials(job.ops.partial_ptr, split_tiles, CONFIG, ctx.TARGET)
         unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
         while unit < (tiles - whole) * CONFIG.SPLIT_K:
             split_tile = unit // CONFIG.SPLIT_K
             part = unit % CONFIG.SPLIT_K
-            tile = locate(whole + split_tile, grid, call.rank, ctx.WORLD, CONFIG)
-            if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
-                standing, ready = await_tile(ops, ctx, call, standing, grid, k, tile, ready, CONFIG)
+            tile = LOCATE(job, ctx, call, whole + split_tile, CONFIG)
+            if tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows:
+                standing, ready = BEFORE(job, ctx, call, standing, ready, tile, CONFIG)
                 begin = trace_begin(ctx)
-                k_end = tl.minimum((part + 1) * span, k)
-                acc = multiply(
-                    own, gathered, weights, call, standing, tile, part * span, k_end, CONFIG, T
-                )
+                k_end = tl.minimum((part + 1) * span, job.k)
+                acc = SUM(job, ctx, call, standing, tile, part * span, k_end, CONFIG)
                 acc, complete = reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG)
                 if complete:
-                    store_output(out, tile.src_rank, tile, acc, CONFIG, T)
+                    AFTER(job, ctx, call, standing, tile, acc, CONFIG)
                 trace_end(ctx, BUILD, whole + split_tile, begin)
             unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
     return standing

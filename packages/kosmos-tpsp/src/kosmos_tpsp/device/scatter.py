@@ -18,6 +18,8 @@ A slot is written only under the owner's start word of this call, by when the ow
 call before: one copy of the landing region is enough.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from kosmos_core.device.barrier import start_hold
@@ -28,8 +30,6 @@ from kosmos_core.device.layout import (
     GATHER,
     PHASE_BUILD,
     PHASE_REDUCE,
-    SPLIT_QUEUE,
-    TILE_QUEUE,
     UNIT_QUEUE,
     Standing,
 )
@@ -38,18 +38,33 @@ from kosmos_core.device.peers import peer_at, peer_ptr
 from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.reduce import reduce_run
 from kosmos_core.device.target import NVIDIA, fence_async_proxy, matrix_view
-from kosmos_core.device.tiles import claim_tiles, num_scattered_tiles, scattered_tile
-from kosmos_core.device.trace import BUILD, REDUCE, WAIT, trace_begin, trace_end
+from kosmos_core.device.tiles import Grid, num_scattered_tiles, scattered_tile
+from kosmos_core.device.trace import REDUCE, WAIT, trace_begin, trace_end
 
-from kosmos_tpsp.device.build import (
-    reduce_splits,
-    split_span,
-    store_output,
-    tile_sum,
-    view_partials,
-    view_weights,
-)
-from kosmos_tpsp.device.config import REDUCE_ONLY
+from kosmos_tpsp.device.build import build_tiles, store_output, tile_sum, view_weights
+from kosmos_tpsp.device.config import REDUCE_ONLY, ScatterOperands
+
+
+class ScatteredJob(NamedTuple):
+    """What the builders of one call work on.
+
+    Attributes:
+        ops: the matrices.
+        grid: the output tiles.
+        n: columns of the output.
+        k: contraction.
+        own: view of this rank's part of the contraction, a chunk an owner.
+        weights: view of the weights.
+        views: where each owner's rows go (`owner_views`).
+    """
+
+    ops: ScatterOperands
+    grid: Grid
+    n: tl.tensor
+    k: tl.tensor
+    own: tl.tensor
+    weights: tl.tensor
+    views: tuple[tl.tensor, ...]
 
 
 @triton.jit
@@ -101,43 +116,52 @@ def tiles_of_row(grid, tile_row, CONFIG):
 
 
 @triton.jit
-def hold_owner(ctx, call, standing, owner):
+def locate(job, ctx, call, index, CONFIG):
+    """Tile `index` of the queue."""
+    return scattered_tile(
+        index, job.grid, call.rank, CONFIG.ORDER, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M,
+        CONFIG.BAND_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def hold_owner(job, ctx, call, standing, ready, tile, CONFIG):
     """Holds the start of the rank that a tile goes to, before anything of it is computed.
 
-    Waiting with a sum in registers would cost more of them than there are.
+    Waiting with a sum in registers would cost more of them than there are. Returns (standing,
+    ready).
     """
+    owner = tile.src_rank
     if (owner != call.rank) & (((standing.held >> owner) & 1) == 0):
         standing = start_hold(ctx, call, standing, owner, PHASE_BUILD)
         # What the owner read before may be overwritten by descriptor stores.
         fence_async_proxy(ctx.TARGET)
-    return standing
+    return standing, ready
 
 
 @triton.jit
-def send_tile(views, ops, ctx, call, standing, grid, n, tile, acc, CONFIG):
+def multiply(job, ctx, call, standing, tile, k_begin, k_end, CONFIG):
+    """The fp32 tile over part of the contraction."""
+    return tile_sum(
+        job.own, job.weights, tile.src_rank, standing, tile, k_begin, k_end, CONFIG, ctx.TARGET
+    )
+
+
+@triton.jit
+def send_tile(job, ctx, call, standing, tile, acc, CONFIG):
     """Stores a complete partial tile at the owner of its rows and counts it there.
 
-    Nothing is sent once the call is aborted: its owner's output is NaN, whatever lands there.
+    Nothing is sent once the call is aborted: its owner's output is NaN, whatever lands there. An
+    empty tile is neither stored nor counted.
     """
     owner = tile.src_rank
-    if standing.ok != 0:
-        view = pick_view(views, ops, ctx, owner, grid, n, CONFIG)
+    present = tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows
+    if present & ((standing.ok != 0) | (ctx.WORLD == 1)):
+        view = pick_view(job.views, job.ops, ctx, owner, job.grid, job.n, CONFIG)
         store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)
         if ctx.WORLD > 1:
             words_ptr = peer_ptr(ctx, ARRIVAL, owner, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
             flag_arrive(words_ptr + call.rank * ctx.MAX_ROWS + tile.tile_row, "sys", ctx.TARGET)
-    elif ctx.WORLD == 1:
-        view = pick_view(views, ops, ctx, owner, grid, n, CONFIG)
-        store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)
-
-
-@triton.jit
-def locate(index, grid, rank, WORLD: tl.constexpr, CONFIG):
-    """Tile `index` of the queue."""
-    return scattered_tile(
-        index, grid, rank, CONFIG.ORDER, WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M,
-        CONFIG.BAND_ROWS,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -148,47 +172,11 @@ def build_and_send(ops, ctx, call, standing, grid, n, k, builders, split_tiles, 
     weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
     views = owner_views(ops, ctx, grid, n, CONFIG)
     tiles = num_scattered_tiles(grid, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
-    whole = tiles
-    if CONFIG.SPLIT_K > 1:
-        whole = tl.maximum(tiles - split_tiles, 0)
-    heads_ptr = call.set_ptr + TILE_QUEUE
-    bucket = tl.program_id(0) % CONFIG.XCDS
-    index, past, step, bucket = claim_tiles(
-        heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
-    )
-    while index < whole:
-        for place in tl.range(index, past, step):
-            tile = locate(place, grid, call.rank, ctx.WORLD, CONFIG)
-            if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
-                standing = hold_owner(ctx, call, standing, tile.src_rank)
-                begin = trace_begin(ctx)
-                acc = tile_sum(own, weights, tile.src_rank, standing, tile, 0, k, CONFIG, T)
-                send_tile(views, ops, ctx, call, standing, grid, n, tile, acc, CONFIG)
-                trace_end(ctx, BUILD, place, begin)
-        index, past, step, bucket = claim_tiles(
-            heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
-        )
-    if CONFIG.SPLIT_K > 1:
-        span = split_span(k, CONFIG)
-        partials = view_partials(ops.partial_ptr, split_tiles, CONFIG, T)
-        unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
-        while unit < (tiles - whole) * CONFIG.SPLIT_K:
-            split_tile = unit // CONFIG.SPLIT_K
-            part = unit % CONFIG.SPLIT_K
-            tile = locate(whole + split_tile, grid, call.rank, ctx.WORLD, CONFIG)
-            if tile.row_block * CONFIG.BLOCK_M < grid.chunk_rows:
-                standing = hold_owner(ctx, call, standing, tile.src_rank)
-                begin = trace_begin(ctx)
-                k_end = tl.minimum((part + 1) * span, k)
-                acc = tile_sum(
-                    own, weights, tile.src_rank, standing, tile, part * span, k_end, CONFIG, T
-                )
-                acc, complete = reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG)
-                if complete:
-                    send_tile(views, ops, ctx, call, standing, grid, n, tile, acc, CONFIG)
-                trace_end(ctx, BUILD, whole + split_tile, begin)
-            unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
-    return standing
+    job = ScatteredJob(ops, grid, n, k, own, weights, views)
+    return build_tiles(
+        job, ctx, call, standing, tiles, builders, split_tiles, CONFIG,
+        locate, hold_owner, multiply, send_tile,
+    )  # fmt: skip
 
 
 @triton.jit

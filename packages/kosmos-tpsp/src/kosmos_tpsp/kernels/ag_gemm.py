@@ -12,9 +12,9 @@ from kosmos_core.device.roles import is_builder_last, is_mover_first
 from kosmos_core.device.tiles import Grid
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
-from kosmos_tpsp.device.build import build
 from kosmos_tpsp.device.config import BUILD_ONLY, GATHER_ONLY, PULL
 from kosmos_tpsp.device.gather import await_all, copy_in, keep_rows, move
+from kosmos_tpsp.device.gathered import build
 
 ROW_SHIFT = tl.constexpr(3)  # 8 bf16 elements are 16 bytes
 
