@@ -29,9 +29,9 @@ SATURATING_PER_PEER = 8
 # reducer sums what is local: 2 to 16 reducers at the start were best on the shapes measured.
 PUSHED_LEAST = 2
 PUSHED_MOST = 16
-# GB/s that one reducer sums of local memory, loads of all sources in flight. Extrapolated: 16 KiB
-# in flight over half a microsecond; chosen so that the shapes measured get 3 to 16 reducers.
-PUSHED_GBPS_PER_WG = 32.0
+# GB/s that one reducer sums of local memory beside builders, 32 KiB of loads in flight: the crews
+# that were best on seven shapes at two ranks (2 to 12 of them, 0.5 % from the best of each).
+PUSHED_GBPS_PER_WG = 64.0
 # Pulled, GB/s that one reducer brings: 2.6 were measured at 8 KiB a source, and 2 to 4 times that
 # at the 32 to 64 KiB that plans have.
 PULLED_GBPS_PER_WG = 7.8

@@ -35,7 +35,7 @@ from kosmos_tpsp.device.config import (
 )
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
-from kosmos_tpsp.ops.gemm_rs import MAX_REDUCE_ELEMENTS
+from kosmos_tpsp.ops.gemm_rs import most_reduced
 
 # Machine model whose tiles and settings a target compiles with.
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
@@ -195,7 +195,6 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "SLICES": 16,
-            "REDUCE_ELEMENTS": MAX_REDUCE_ELEMENTS,
             "TILE_ROW_ROWS": machine.tile_row_rows,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -214,8 +213,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             *(({"SPLIT_K": split}, world, 0) for split in (1, 2, 4) for world in (1, 2, 8)),
             ({"POLICY": FIXED}, 8, 0),
             ({"PHASE": BUILD_ONLY}, 2, 0),
-            ({"PHASE": REDUCE_ONLY}, 2, 0),
-            ({"PHASE": REDUCE_ONLY}, 8, 0),
+            *(({"PHASE": REDUCE_ONLY}, world, 0) for world in (2, 4, 8)),
             ({"ORDER": 1}, 2, 0),
             ({"EVEN_K": 0, "EVEN_N": 0}, 2, 0),
             ({"EVEN_K": 0, "EVEN_N": 0, **ROWS_OF_8}, 2, 0),
@@ -224,7 +222,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         if tile is not machine.tile:
             variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
         for changes, world, trace in variants:
-            config = {**base, **changes}
+            config = {**base, "REDUCE_ELEMENTS": most_reduced(world), **changes}
             rows_of = config.pop("ROWS_OF", 16)
             words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
             shape = f"{tile.block_m}x{tile.block_n} world={world} trace={trace}"

@@ -147,8 +147,9 @@ def scattered_tile(
     """Tile `index` of the queue of a GEMM whose rows are reduced at the ranks that own them.
 
     `src_rank` of the tile is the rank that owns its rows. band_major: BAND_ROWS tile rows of every
-    owner before the next ones, the following rank's first and the own last, each band swept column
-    by column. row_major: owner after owner in rank order, row block by row block.
+    owner before the next ones, each band swept column by column, in a column the following rank's
+    rows first and the own last: what is built at a time goes to all owners, so that the links are
+    in use all the time and not for one wave in WORLD. row_major: owner after owner in rank order, row block by row block.
     """
     PER_ROW: tl.constexpr = TILE_ROW_ROWS // BLOCK_M
     if ORDER == ROW_MAJOR:
@@ -162,10 +163,9 @@ def scattered_tile(
         first = index // band * BAND_ROWS
         rows = tl.minimum(grid.tile_rows - first, BAND_ROWS) * PER_ROW
         within = index % band
-        step = within // (rows * grid.columns)
-        place = within % (rows * grid.columns)
-        owner = peer_at(rank, 1 + step, WORLD)
-        column = place // rows
+        column = within // (rows * WORLD)
+        place = within % (rows * WORLD)
+        owner = peer_at(rank, 1 + place // rows, WORLD)
         row_block = first * PER_ROW + place % rows
     return Tile(owner, row_block, column, row_block // PER_ROW)
 

@@ -12,8 +12,8 @@ from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
 
 # Three columns of tiles, twice: words and rows of the first call fit the second.
 WIDE = ((40, 72, 16),) * 3
-# The store of a tile and the line after it.
-STORE = "store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)\n        if ctx.WORLD > 1:"
+# What a tile is counted as once it is stored.
+SENT = "tl.where(goes, tile.src_rank * ctx.MAX_ROWS + tile.tile_row, -1)"
 SMALL = ((24, 40, 16), (40, 40, 16), (24, 40, 16))
 
 
@@ -37,18 +37,27 @@ SCATTER_PLANTS = [
         "arrival_gpu_scope",
         "scope",
         "a tile on a peer is counted in with scope gpu",
-        (scatter.send_tile, 'tile.tile_row, "sys"', 'tile.tile_row, "gpu"'),
+        (scatter.count_sent, 'word_ptr, "sys"', 'word_ptr, "gpu"'),
     ),
     _plant(
         "tile_counted_before_it_is_stored",
         "publish",
         "a tile is counted in at its owner before it is stored there",
-        (scatter.send_tile, STORE, "if ctx.WORLD > 1:"),
         (
             scatter.send_tile,
-            'tile.tile_row, "sys", ctx.TARGET)',
-            'tile.tile_row, "sys", ctx.TARGET)\n'
-            "        store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)",
+            "count_sent(ctx, call, sent)",
+            "count_sent(ctx, call, tile.src_rank * ctx.MAX_ROWS + tile.tile_row)",
+        ),
+        (scatter.send_tile, SENT, "sent * 0 - 1"),
+    ),
+    _plant(
+        "last_tile_uncounted",
+        "publish",
+        "a builder that finds no tile left does not count the one that it stored last",
+        (
+            scatter.build_and_send,
+            "count_sent(ctx, call, sent)\n    return standing",
+            "return standing",
         ),
     ),
     _plant(
@@ -74,20 +83,20 @@ SCATTER_PLANTS = [
         "slot_of_the_owner",
         "consume",
         "all ranks store into the same slot of an owner",
-        (scatter.send_tile, STORE, STORE.replace("call.rank", "owner")),
+        (scatter.send_tile, "store_output(view, call.rank", "store_output(view, tile.src_rank"),
         ranks=3,
     ),
     _plant(
         "word_of_the_owner",
         "consume",
         "tiles are counted in as if their owner had sent them",
-        (scatter.send_tile, "call.rank * ctx.MAX_ROWS", "owner * ctx.MAX_ROWS"),
+        (scatter.count_sent, "call.rank * ctx.MAX_ROWS", "owner * ctx.MAX_ROWS"),
     ),
     _plant(
         "empty_tile_counted",
         "consume",
         "tiles past the end of a chunk are counted in as if they had rows",
-        (scatter.send_tile, "if present & (", "if ("),
+        (scatter.send_tile, SENT, SENT.replace("goes", "standing.ok != 0")),
         shapes=((40, 40, 16),) * 2,
     ),
     _plant(
@@ -95,7 +104,7 @@ SCATTER_PLANTS = [
         "epochs",
         "tiles are counted into the words of the next call",
         (
-            scatter.send_tile,
+            scatter.count_sent,
             "call.parity * ctx.ARRIVAL_WORDS",
             "(1 - call.parity) * ctx.ARRIVAL_WORDS",
         ),

@@ -115,10 +115,10 @@ def split_span(k, CONFIG):
 
 
 @triton.jit
-def store_output(out, chunk, tile, acc, CONFIG, TARGET: tl.constexpr):
-    """Rounds a complete tile once and stores it in a chunk of the output."""
+def store_output(out, chunk, row, tile, acc, CONFIG, TARGET: tl.constexpr):
+    """Rounds a complete tile once and stores it at a row of a chunk; past the chunk's end, nowhere."""
     store_accumulator(
-        out, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, acc,
+        out, chunk, row, tile.column * CONFIG.BLOCK_N, acc,
         CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET,
     )  # fmt: skip
 
@@ -129,6 +129,7 @@ def build_tiles(
     ctx,
     call,
     standing,
+    state,
     tiles,
     builders,
     split_tiles,
@@ -145,20 +146,20 @@ def build_tiles(
     arrival is shorter.
 
     job: what the op's functions need; it has the fields `ops`, `grid` and `k`.
+    state: what they carry from tile to tile. Returns (standing, state).
     tiles: indices of the queue; a tile whose rows lie past the end of its chunk is empty.
     LOCATE: (job, ctx, call, index, CONFIG) gives tile `index`.
-    BEFORE: (job, ctx, call, standing, ready, tile, CONFIG) waits for what a tile needs; returns
-        (standing, ready), where `ready` is its own, -1 at first.
+    BEFORE: (job, ctx, call, standing, state, tile, CONFIG) waits for what a tile needs; returns
+        (standing, state).
     SUM: (job, ctx, call, standing, tile, k_begin, k_end, CONFIG) multiplies.
-    AFTER: (job, ctx, call, standing, tile, acc, CONFIG) disposes of a complete tile; of an empty
-        one, too, where tiles are whole.
+    AFTER: (job, ctx, call, standing, state, tile, acc, CONFIG) disposes of a complete tile; of an
+        empty one, too, where tiles are whole. Returns the state.
     """
     whole = tiles
     if CONFIG.SPLIT_K > 1:
         whole = tl.maximum(tiles - split_tiles, 0)
     heads_ptr = call.set_ptr + TILE_QUEUE
     bucket = tl.program_id(0) % CONFIG.XCDS
-    ready = tiles * 0 - 1
     index, past, step, bucket = claim_tiles(
         heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
     )
@@ -166,12 +167,12 @@ def build_tiles(
         # Multiplying and storing stand in no branch, so that a store overlaps the next tile.
         for place in tl.range(index, past, step):
             tile = LOCATE(job, ctx, call, place, CONFIG)
-            standing, ready = BEFORE(job, ctx, call, standing, ready, tile, CONFIG)
+            standing, state = BEFORE(job, ctx, call, standing, state, tile, CONFIG)
             begin = trace_begin(ctx)
             # An empty row block has nothing to read, and its store ends outside the chunk.
             k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows, job.k, 0)
             acc = SUM(job, ctx, call, standing, tile, 0, k_end, CONFIG)
-            AFTER(job, ctx, call, standing, tile, acc, CONFIG)
+            state = AFTER(job, ctx, call, standing, state, tile, acc, CONFIG)
             trace_end(ctx, BUILD, place, begin)
         index, past, step, bucket = claim_tiles(
             heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
@@ -185,13 +186,13 @@ def build_tiles(
             part = unit % CONFIG.SPLIT_K
             tile = LOCATE(job, ctx, call, whole + split_tile, CONFIG)
             if tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows:
-                standing, ready = BEFORE(job, ctx, call, standing, ready, tile, CONFIG)
+                standing, state = BEFORE(job, ctx, call, standing, state, tile, CONFIG)
                 begin = trace_begin(ctx)
                 k_end = tl.minimum((part + 1) * span, job.k)
                 acc = SUM(job, ctx, call, standing, tile, part * span, k_end, CONFIG)
                 acc, complete = reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG)
                 if complete:
-                    AFTER(job, ctx, call, standing, tile, acc, CONFIG)
+                    state = AFTER(job, ctx, call, standing, state, tile, acc, CONFIG)
                 trace_end(ctx, BUILD, whole + split_tile, begin)
             unit = queue_claim(call.set_ptr + SPLIT_QUEUE)
-    return standing
+    return standing, state

@@ -73,9 +73,11 @@ def multiply(job, ctx, call, standing, tile, k_begin, k_end, CONFIG):
 
 
 @triton.jit
-def store(job, ctx, call, standing, tile, acc, CONFIG):
-    """Stores a complete tile in the rows of the rank that its input came from."""
-    store_output(job.out, tile.src_rank, tile, acc, CONFIG, ctx.TARGET)
+def store(job, ctx, call, standing, ready, tile, acc, CONFIG):
+    """Stores a complete tile in the rows of the rank that its input came from; returns ready."""
+    row = tile.row_block * CONFIG.BLOCK_M
+    store_output(job.out, tile.src_rank, row, tile, acc, CONFIG, ctx.TARGET)
+    return ready
 
 
 @triton.jit
@@ -93,7 +95,8 @@ def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
     )  # fmt: skip
     tiles = num_gathered_tiles(grid, CONFIG.ORDER, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
     job = GatheredJob(ops, grid, k, own, gathered, weights, out)
-    return build_tiles(
-        job, ctx, call, standing, tiles, builders, split_tiles, CONFIG,
+    standing, _ = build_tiles(
+        job, ctx, call, standing, tiles * 0 - 1, tiles, builders, split_tiles, CONFIG,
         locate, await_tile, multiply, store,
     )  # fmt: skip
+    return standing

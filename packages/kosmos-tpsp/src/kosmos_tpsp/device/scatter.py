@@ -125,18 +125,18 @@ def locate(job, ctx, call, index, CONFIG):
 
 
 @triton.jit
-def hold_owner(job, ctx, call, standing, ready, tile, CONFIG):
+def hold_owner(job, ctx, call, standing, sent, tile, CONFIG):
     """Holds the start of the rank that a tile goes to, before anything of it is computed.
 
     Waiting with a sum in registers would cost more of them than there are. Returns (standing,
-    ready).
+    sent). A start depends on no arrival: tiles that are not counted yet do not delay it.
     """
     owner = tile.src_rank
     if (owner != call.rank) & (((standing.held >> owner) & 1) == 0):
         standing = start_hold(ctx, call, standing, owner, PHASE_BUILD)
         # What the owner read before may be overwritten by descriptor stores.
         fence_async_proxy(ctx.TARGET)
-    return standing, ready
+    return standing, sent
 
 
 @triton.jit
@@ -148,20 +148,34 @@ def multiply(job, ctx, call, standing, tile, k_begin, k_end, CONFIG):
 
 
 @triton.jit
-def send_tile(job, ctx, call, standing, tile, acc, CONFIG):
-    """Stores a complete partial tile at the owner of its rows and counts it there.
-
-    Nothing is sent once the call is aborted: its owner's output is NaN, whatever lands there. An
-    empty tile is neither stored nor counted.
-    """
-    owner = tile.src_rank
-    present = tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows
-    if present & ((standing.ok != 0) | (ctx.WORLD == 1)):
-        view = pick_view(job.views, job.ops, ctx, owner, job.grid, job.n, CONFIG)
-        store_output(view, call.rank, tile, acc, CONFIG, ctx.TARGET)
-        if ctx.WORLD > 1:
+def count_sent(ctx, call, sent):
+    """Counts a tile at the owner of its rows: owner * MAX_ROWS + tile row, or -1 for none."""
+    if ctx.WORLD > 1:
+        if sent >= 0:
+            owner = sent // ctx.MAX_ROWS
             words_ptr = peer_ptr(ctx, ARRIVAL, owner, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
-            flag_arrive(words_ptr + call.rank * ctx.MAX_ROWS + tile.tile_row, "sys", ctx.TARGET)
+            word_ptr = words_ptr + call.rank * ctx.MAX_ROWS + sent % ctx.MAX_ROWS
+            flag_arrive(word_ptr, "sys", ctx.TARGET)
+
+
+@triton.jit
+def send_tile(job, ctx, call, standing, sent, tile, acc, CONFIG):
+    """Stores a complete partial tile at the owner of its rows; returns what to count for it.
+
+    Counts the tile before, whose store was on its way while this one was computed: to wait for
+    each store would cost a trip to the owner a tile. Nothing is sent once the call is aborted: its
+    owner's output is NaN, whatever lands there. An empty tile is neither stored nor counted.
+    """
+    count_sent(ctx, call, sent)
+    row = tile.row_block * CONFIG.BLOCK_M
+    goes = row < job.grid.chunk_rows
+    if ctx.WORLD > 1:
+        goes = goes & (standing.ok != 0)
+    # The store stands in no branch: the next tile would not overlap it.
+    row = tl.where(goes, row, job.grid.chunk_rows)
+    view = pick_view(job.views, job.ops, ctx, tile.src_rank, job.grid, job.n, CONFIG)
+    store_output(view, call.rank, row, tile, acc, CONFIG, ctx.TARGET)
+    return tl.where(goes, tile.src_rank * ctx.MAX_ROWS + tile.tile_row, -1)
 
 
 @triton.jit
@@ -173,10 +187,12 @@ def build_and_send(ops, ctx, call, standing, grid, n, k, builders, split_tiles, 
     views = owner_views(ops, ctx, grid, n, CONFIG)
     tiles = num_scattered_tiles(grid, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
     job = ScatteredJob(ops, grid, n, k, own, weights, views)
-    return build_tiles(
-        job, ctx, call, standing, tiles, builders, split_tiles, CONFIG,
+    standing, sent = build_tiles(
+        job, ctx, call, standing, tiles * 0 - 1, tiles, builders, split_tiles, CONFIG,
         locate, hold_owner, multiply, send_tile,
     )  # fmt: skip
+    count_sent(ctx, call, sent)
+    return standing
 
 
 @triton.jit

@@ -24,8 +24,9 @@ ORDERS = {"band_major": 0, "row_major": 1}
 # What the kernel has of what plans know.
 GEMM_RS_POLICIES = ("one_way", "fixed", "serial")
 GEMM_RS_TRANSPORTS = ("push",)
-# Elements a mover adds up at once; with eight sources more would not fit its registers.
-MAX_REDUCE_ELEMENTS = 4096
+# Elements that a mover adds up at once: of each source, and of all; more would spill registers.
+REDUCED_OF_EACH = 8192
+REDUCED_OF_ALL = 32768
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class GemmRsOptions:
     split_k: int | None = None
     traced: bool = False
     force: bool = False
+
+
+def most_reduced(world_size: int) -> int:
+    """Elements of each source that a mover adds up at once, a power of two."""
+    return min(REDUCED_OF_EACH, REDUCED_OF_ALL >> (world_size - 1).bit_length())
 
 
 def gemm_rs(
@@ -182,7 +188,9 @@ def _configs(
         ORDER=tl.constexpr(ORDERS[plan.order]),
         PHASE=codes.FUSED,
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
-        REDUCE_ELEMENTS=tl.constexpr(min(MAX_REDUCE_ELEMENTS, plan.unit_rows * plan.unit_cols)),
+        REDUCE_ELEMENTS=tl.constexpr(
+            min(most_reduced(problem.world_size), plan.unit_rows * plan.unit_cols)
+        ),
         TILE_ROW_ROWS=tl.constexpr(tile_row_rows),
         BAND_ROWS=tl.constexpr(max(1, plan.band_rows // tile_row_rows)),
     )
