@@ -9,7 +9,8 @@ import pytest
 import torch
 from kosmos_core.worlds import World, reference_world
 from kosmos_tpsp import GemmRsOptions, reference
-from kosmos_tpsp.cli.calls import TOLERANCE, Call, Ledger, Operands, Wanted, compare, same_bits
+from kosmos_tpsp.cli.calls import TOLERANCE, Call, Ledger, Operands, compare, same_bits
+from kosmos_tpsp.exact import Wanted
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -41,12 +42,10 @@ def test_gemm_rs_multiplies_and_sums_what_a_rank_owns(
     def host(rank: int, world: World) -> None:
         call = Call(17 * world.size, 33, 50, 0, GemmRsOptions())
         operands = Operands(0, world.size, torch.device("cpu"))
-        out = reference.gemm_rs(operands.x(call, rank), operands.w(call, rank), world)
-        total = sum(
-            operands.x(call, r).double() @ operands.w(call, r).double().t()
-            for r in range(world.size)
-        )
-        wanted = operands.product(call, rank)
+        out = reference.gemm_rs(*operands.given(call, rank).values(), world)
+        every = [operands.given(call, r) for r in range(world.size)]
+        total = sum(given["x"].double() @ given["w"].double().t() for given in every)
+        wanted = operands.wanted(call, rank)["out"]
         assert isinstance(total, torch.Tensor)
         torch.testing.assert_close(wanted.values, total[17 * rank : 17 * rank + 17])
         assert compare(out, wanted)[1] == ""
@@ -103,11 +102,12 @@ def test_bits_are_compared_and_not_values() -> None:
     assert same_bits(nan, nan.clone())
     one, other = Call(1, 1, 2), Call(1, 1, 2, data=1)
     ledger = Ledger()
-    assert ledger.repeats(one, 0, zero) is None
-    assert ledger.repeats(one, 0, zero.clone()) is True
-    assert ledger.repeats(one, 0, -zero) is False
-    assert ledger.repeats(one, 1, -zero) is None
-    assert ledger.repeats(other, 0, -zero) is None
+    assert ledger.repeats(one, 0, {"out": zero}) is None
+    assert ledger.repeats(one, 0, {"out": zero.clone()}) is True
+    assert ledger.repeats(one, 0, {"out": -zero}) is False
+    assert ledger.repeats(one, 0, {}) is False
+    assert ledger.repeats(one, 1, {"out": -zero}) is None
+    assert ledger.repeats(other, 0, {"out": -zero}) is None
     only = Ledger({other})
-    assert [only.repeats(one, 0, zero) for _ in range(2)] == [None, None]
-    assert [only.repeats(other, 0, zero) for _ in range(2)] == [None, True]
+    assert [only.repeats(one, 0, {"out": zero}) for _ in range(2)] == [None, None]
+    assert [only.repeats(other, 0, {"out": zero}) for _ in range(2)] == [None, True]

@@ -13,8 +13,8 @@ import torch
 from kosmos_core.errors import WorkspaceError
 from kosmos_core.worlds import SymmetricBuffer, World
 from kosmos_heuristics import HeuristicsError, load_machine
-from kosmos_tpsp.cli.calls import Call, Operands, compare
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.cli.calls import Call, Operands, compare_all
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 OnCpu = Callable[..., list[Any]]
@@ -54,11 +54,9 @@ def test_push_alone_costs_less() -> None:
 def right(rank: int, workspace: TpSpWorkspace, call: Call, seed: int = 0) -> bool:
     """Makes a call and checks it."""
     operands = Operands(seed, workspace.world.size, torch.device("cpu"))
-    x, w = operands.x(call, rank), operands.w(call, rank)
-    out = ag_gemm(x, w, workspace, options=call.options)
+    outs = call.driver.call(operands.given(call, rank), workspace, {}, call.options)
     workspace.synchronize()
-    out = out[0] if isinstance(out, tuple) else out
-    return compare(out, operands.product(call, rank))[1] == ""
+    return compare_all(outs, operands.wanted(call, rank))[1] == ""
 
 
 def test_two_workspaces_are_used_by_turns(on_cpu: OnCpu) -> None:

@@ -227,6 +227,17 @@ class TpSpWorkspace(Workspace):
         held = [t for t in (self.partials, *self._outgrown) if t is not None]
         return super().num_bytes() + sum(t.numel() * t.element_size() for t in held)
 
+    def holds(self, t: torch.Tensor) -> bool:
+        """Whether a tensor lies in the workspace's memory, where later calls may overwrite it."""
+        if not self.world.fused:
+            return False
+        storage = t.untyped_storage().data_ptr()
+        return any(
+            self.buffer(region.row + copy).untyped_storage().data_ptr() == storage
+            for region in self.regions
+            for copy in range(region.depth)
+        )
+
     def pass_over(self) -> None:
         """Stands for the launch of a call without rows, which has none.
 

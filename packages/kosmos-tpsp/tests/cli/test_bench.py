@@ -20,6 +20,7 @@ from kosmos_tpsp.bench import variants as v
 from kosmos_tpsp.bench.cases import Case, parse_cases
 from kosmos_tpsp.bench.results import Report
 from kosmos_tpsp.bench.runner import Settings
+from kosmos_tpsp.bench.unfused import Call, Data, Tensors
 from kosmos_tpsp.cli.bench import _command, publish
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
@@ -131,14 +132,13 @@ def test_a_run_of_gemm_rs_measures_the_sum_and_the_gemm_alone(tmp_path: Path) ->
 def test_a_part_that_is_missing_from_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = v.fused_call
 
-    def own_part_only(data: v.Data, workspace: TpSpWorkspace, options: Any) -> v.Call:
+    def own_part_only(data: Data, workspace: TpSpWorkspace, options: Any) -> Call:
         call = right(data, workspace, options)
 
-        def partial() -> tuple[torch.Tensor, ...]:
-            call()
-            rows, rank = len(data.out), workspace.world.rank
-            own = data.x[rank * rows : rank * rows + rows]
-            return (data.out.copy_(own @ data.w.t()),)
+        def partial() -> Tensors:
+            out = call()["out"]
+            own = data.given["x"].chunk(workspace.world.size)[workspace.world.rank]
+            return {"out": out.copy_(own @ data.given["w"].t())}
 
         return partial
 
@@ -180,19 +180,19 @@ def test_host_cost_is_that_of_the_slowest_rank_at_both_entries(
 
 
 def test_a_wrong_variant_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    vendor = v._vendor_gemm
+    vendor = v.vendor_gemm
 
-    def one_element_off(case: Case, data: v.Data) -> v.Call:
-        call = vendor(case, data)
+    def one_element_off(data: Data) -> v.Variant:
+        right = vendor(data)
 
-        def wrong() -> tuple[torch.Tensor, ...]:
-            outputs = call()
-            outputs[0][-1, -1] += 16
+        def wrong() -> Tensors:
+            outputs = right.call()
+            outputs["out"][-1, -1] += 16
             return outputs
 
-        return wrong
+        return replace(right, call=wrong)
 
-    monkeypatch.setattr(v, "_vendor_gemm", one_element_off)
+    monkeypatch.setattr(v, "vendor_gemm", one_element_off)
     report = bench_on_cpu([Case("small", 64, 32, 64)], [], sweep=False)[1]
     assert v.GEMM_VENDOR not in report.rows[0].timings
     assert v.FUSED in report.rows[0].timings
@@ -203,22 +203,22 @@ def test_a_wrong_variant_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch)
 def test_a_variant_that_goes_wrong_while_it_is_timed_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    vendor = v._vendor_gemm
+    vendor = v.vendor_gemm
 
-    def nan_in_the_end(case: Case, data: v.Data) -> v.Call:
-        call = vendor(case, data)
+    def nan_in_the_end(data: Data) -> v.Variant:
+        right = vendor(data)
         calls = iter(range(10))
 
-        def wrong() -> tuple[torch.Tensor, ...]:
-            outputs = call()
+        def wrong() -> Tensors:
+            outputs = right.call()
             # One check before, two rounds: the fourth call is the check after.
             if next(calls) == 3:
-                outputs[0][0, 0] = float("nan")
+                outputs["out"][0, 0] = float("nan")
             return outputs
 
-        return wrong
+        return replace(right, call=wrong)
 
-    monkeypatch.setattr(v, "_vendor_gemm", nan_in_the_end)
+    monkeypatch.setattr(v, "vendor_gemm", nan_in_the_end)
     report = bench_on_cpu([Case("small", 64, 32, 64)], [], sweep=False)[0]
     assert "1 of 2048 elements wrong after timing" in report.wrong[0]
     assert v.GEMM_VENDOR not in report.rows[0].timings
@@ -227,9 +227,15 @@ def test_a_variant_that_goes_wrong_while_it_is_timed_is_found(
 def test_a_wrong_baseline_is_found_by_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     baseline = v.baseline
 
-    def halved(rig: v.Rig, case: Case, data: v.Data) -> v.Variant:
-        right = baseline(rig, case, data)
-        return replace(right, call=lambda: (right.call()[0].mul_(0.99),))
+    def halved(data: Data) -> v.Variant:
+        right = baseline(data)
+
+        def wrong() -> Tensors:
+            outputs = right.call()
+            outputs["out"].mul_(0.99)
+            return outputs
+
+        return replace(right, call=wrong)
 
     monkeypatch.setattr(v, "baseline", halved)
     report = bench_on_cpu([Case("small", 64, 32, 64)], [], sweep=False)[0]
@@ -239,13 +245,13 @@ def test_a_wrong_baseline_is_found_by_fp64(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kept_gather_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = v.fused_call
 
-    def stale_row(data: v.Data, workspace: TpSpWorkspace, options: AgGemmOptions) -> v.Call:
+    def stale_row(data: Data, workspace: TpSpWorkspace, options: AgGemmOptions) -> Call:
         call = fused(data, workspace, options)
 
-        def wrong() -> tuple[torch.Tensor, ...]:
-            out, kept = call()
-            kept[-1] = 0
-            return out, kept
+        def wrong() -> Tensors:
+            outputs = call()
+            outputs["gathered"][-1] = 0
+            return outputs
 
         return wrong
 

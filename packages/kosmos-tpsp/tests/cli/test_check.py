@@ -20,6 +20,7 @@ from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.device import build, gather, gathered
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 SMALL = ["--m", "96", "--n", "40", "--k", "64"]
 KEYS = [
@@ -311,7 +312,7 @@ def test_derived_shapes_fit_the_wanted_one_and_are_odd(
 ) -> None:
     m, n, k = shape
     m -= m % size
-    found = shapes(m, n, k, size)
+    found = shapes(DRIVERS["ag_gemm"], (m, n, k), size)
     assert found[0] == (m, n, k)
     assert len(set(found)) == len(found)
     for rows, columns, width in found[1:]:
@@ -323,7 +324,7 @@ def test_derived_shapes_fit_the_wanted_one_and_are_odd(
 
 
 def test_every_shape_is_called_on_fresh_data_and_again_on_its_first() -> None:
-    wanted = shapes(384, 200, 128, 4)
+    wanted = shapes(DRIVERS["ag_gemm"], (384, 200, 128), 4)
     calls = sequence(wanted, 3, AgGemmOptions())
     for shape in wanted:
         assert [call.data for call in calls if call.shape == shape] == [0, 1, 2, 0]

@@ -28,9 +28,11 @@ def test_a_cap_decides_no_path(
             for cap in (2, 4):
                 options = kind(cap=cap)
                 driver = driver_of(options)
-                x = torch.empty(driver.x_rows(m, world.size), k, dtype=torch.bfloat16)
-                w = torch.empty(n, k, dtype=torch.bfloat16)
-                prepared = driver.describe(x, w, workspace, options)
+                given = {
+                    name: torch.empty(shape, dtype=torch.bfloat16)
+                    for name, shape in driver.operand_shapes((m, n, k), 2, options).items()
+                }
+                prepared = driver.describe(given, workspace, options)
                 assert prepared.plan.cap == cap
                 verdicts.append(prepared.decline is None)
             found.append(verdicts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kosmos_heuristics.shapes import LLAMA3_OPS, llama3
 
-from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS, Shape
 
 # Paper, Tables A.2 and A.3.
 ORDER_ABLATION = {
@@ -24,9 +24,9 @@ class Case:
 
     Attributes:
         name: as the tables and pictures show it.
-        m: rows, over all ranks.
-        n: columns of the local output.
-        k: contraction.
+        m: rows of the GEMM's output, over all ranks where they are the tokens.
+        n: its columns.
+        k: its contraction.
         layout: "tn" or "nn".
         op: the operation.
     """
@@ -43,14 +43,24 @@ class Case:
         """Floating-point operations of one rank's GEMM."""
         return 2 * self.m * self.n * self.k
 
+    @property
+    def shape(self) -> Shape:
+        """(m, n, k)."""
+        return self.m, self.n, self.k
+
     def remote_bytes(self, world_size: int) -> int:
         """Bytes that each rank receives from its peers."""
-        return DRIVERS[self.op].remote_bytes((self.m, self.n, self.k), world_size)
+        return DRIVERS[self.op].remote_bytes(self.shape, world_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens over all ranks."""
+        return DRIVERS[self.op].num_tokens(self.shape)
 
     @property
     def width(self) -> int:
         """Features of the workspace that it takes."""
-        return DRIVERS[self.op].width((self.m, self.n, self.k))
+        return DRIVERS[self.op].width(self.shape)
 
 
 def parse_cases(spec: str, layout: str, world_size: int, op: str = "ag_gemm") -> list[Case]:
@@ -68,10 +78,11 @@ def parse_cases(spec: str, layout: str, world_size: int, op: str = "ag_gemm") ->
     if not cases:
         raise ValueError(f"shapes: got {spec!r}, wanted at least one shape")
     for case in cases:
-        if case.m % world_size:
+        if case.tokens % world_size:
+            what = DRIVERS[op].tokens
             raise ValueError(
-                f"shapes: m = {case.m} of {case.name} does not divide over {world_size} ranks; "
-                f"use a multiple of {world_size}"
+                f"shapes: {what} = {case.tokens} of {case.name} does not divide over {world_size} "
+                f"ranks; use a multiple of {world_size}"
             )
     return cases
 

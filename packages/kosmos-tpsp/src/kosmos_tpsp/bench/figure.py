@@ -59,8 +59,8 @@ def _title(report: Report) -> str:
     row = (report.rows or report.orders)[0]
     where = f"{row.world_size} x {machine.get('gpu', machine.get('model', 'unknown machine'))}"
     layouts = "+".join(sorted({r.case.layout.upper() for r in (*report.rows, *report.orders)}))
-    fused = {"ag_gemm": "AG+GEMM", "gemm_rs": "GEMM+RS"}[report.op]
-    return f"{fused} {layouts}, bf16, {where}: one fused kernel against NCCL and cuBLAS"
+    title = DRIVERS[report.op].title
+    return f"{title} {layouts}, bf16, {where}: one fused kernel against NCCL and cuBLAS"
 
 
 def _family(row: Row) -> str:

@@ -12,8 +12,8 @@ from kosmos_tpsp.bench import checking
 from kosmos_tpsp.bench import variants as v
 from kosmos_tpsp.bench.cases import Case
 from kosmos_tpsp.bench.results import Row
-from kosmos_tpsp.bench.variants import Data, Lineup, Rig, Variant
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.bench.unfused import UNFUSED, Data, Tensors
+from kosmos_tpsp.bench.variants import Lineup, Rig, Variant
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,6 @@ class Settings:
     host_calls: int = 200
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the variants of a case must give, by the baseline.
-
-    Attributes:
-        out: of the op.
-        product: of the GEMM alone.
-    """
-
-    out: torch.Tensor
-    product: torch.Tensor
-
-
 Advance = Callable[[str], None]
 
 
@@ -55,28 +42,27 @@ def measure(rig: Rig, case: Case, settings: Settings, *, sweep: bool, advance: A
     """Times and checks every variant of a case. Collective."""
     rig = _for_case(rig, case)
     data = Data.random(case, rig.world, settings.seed)
-    return _measure(rig, case, data, v.line_up(rig, case, data, sweep=sweep), settings, advance)
+    return _measure(rig, data, v.line_up(rig, data, sweep=sweep), settings, advance)
 
 
 def measure_orders(rig: Rig, case: Case, settings: Settings, *, advance: Advance) -> Row:
     """Times and checks all queue orders on a case. Collective."""
     rig = _for_case(rig, case)
     data = Data.random(case, rig.world, settings.seed)
-    return _measure(rig, case, data, v.line_up_orders(rig, case, data), settings, advance)
+    return _measure(rig, data, v.line_up_orders(rig, data), settings, advance)
 
 
 def _for_case(rig: Rig, case: Case) -> Rig:
-    if not isinstance(rig.choices, AgGemmOptions):
+    if not hasattr(rig.choices, "layout"):
         return rig
     return replace(rig, choices=replace(rig.choices, layout=case.layout))
 
 
-def _measure(
-    rig: Rig, case: Case, data: Data, lineup: Lineup, settings: Settings, advance: Advance
-) -> Row:
-    # Gathers too: the GEMMs without a gather read what the baseline gathered.
-    wanted = Wanted(lineup.variants[v.BASELINE].call()[0].clone(), data.product.clone())
-    error = _exact_error(rig, case, data, wanted.out)
+def _measure(rig: Rig, data: Data, lineup: Lineup, settings: Settings, advance: Advance) -> Row:
+    # What the GEMM alone reads may be what the baseline has gathered.
+    wanted = {n: t.clone() for n, t in lineup.variants[v.BASELINE].call().items()}
+    case = data.case
+    error = _exact_error(rig, data, wanted, wanted)
     if not error <= checking.FP64_LIMIT:
         # Nothing can be compared with a baseline that is wrong itself.
         how = f"relative error {error:.1e} against FP64 before timing"
@@ -94,17 +80,14 @@ def _measure(
         decline=lineup.decline,
         unavailable=lineup.unavailable,
         wrong=wrong,
-        rel_err=None if fused is None else _exact_error(rig, case, data, fused.call()[0]),
+        rel_err=None if fused is None else _exact_error(rig, data, fused.call(), wanted),
         peak_gbps=_peak(rig, lineup),
     )
 
 
-def _exact_error(rig: Rig, case: Case, data: Data, out: torch.Tensor) -> float:
+def _exact_error(rig: Rig, data: Data, outs: Tensors, wanted: Tensors) -> float:
     """Largest relative error of any rank against FP64 on sampled rows, NaN if one has NaN."""
-    if case.op == "gemm_rs":
-        mine = checking.fp64_error_of_sum(out, data.x, data.w, rig.world)
-    else:
-        mine = checking.fp64_error(out, data.gathered, data.w, case.layout)
+    mine = UNFUSED[data.case.op].error(data, outs, wanted)
     # max() would drop a NaN that does not come first.
     return float(torch.tensor(rig.world.all_gather_object(mine)).max())
 
@@ -130,19 +113,18 @@ def _time(
     )
 
 
-def _check(rig: Rig, data: Data, lineup: Lineup, wanted: Wanted, when: str) -> dict[str, str]:
+def _check(rig: Rig, data: Data, lineup: Lineup, wanted: Tensors, when: str) -> dict[str, str]:
     """Variants whose output differs on some rank, with how. Collective."""
     mine = {}
     for name, variant in lineup.variants.items():
-        outputs = _poisoned(rig, data, variant)
-        right_out = wanted.product if variant.alone else wanted.out
-        for label, got, right in zip(
-            ("", "gathered "), outputs, (right_out, data.gathered), strict=False
-        ):
+        for label, got in _poisoned(rig, data, variant, wanted).items():
+            right = wanted[label]
             difference = checking.compare(got, right)
             if difference.wrong:
+                # The first output is the one that is meant where none is named.
+                which = "" if label in ("out", "product") else f"{label} "
                 mine[name] = (
-                    f"{difference.wrong} of {right.numel()} {label}elements wrong {when} on rank "
+                    f"{difference.wrong} of {right.numel()} {which}elements wrong {when} on rank "
                     f"{rig.world.rank} (relative error {difference.rel_err:.1e})"
                 )
     found: dict[str, str] = {}
@@ -152,12 +134,11 @@ def _check(rig: Rig, data: Data, lineup: Lineup, wanted: Wanted, when: str) -> d
     return found
 
 
-def _poisoned(rig: Rig, data: Data, variant: Variant) -> tuple[torch.Tensor, ...]:
+def _poisoned(rig: Rig, data: Data, variant: Variant, wanted: Tensors) -> Tensors:
     """Outputs of a call into buffers that hold NaN."""
-    data.out.fill_(float("nan"))
-    data.product.fill_(float("nan"))
-    if variant.name == v.BASELINE and data.gathered is not data.x:
-        data.gathered.fill_(float("nan"))
-    outputs = variant.call()
+    data.poison()
+    for name in UNFUSED[data.case.op].reads if variant.name in v.PARTS else ():
+        data.written()[name].copy_(wanted[name])
+    outs = variant.call()
     rig.workspace.synchronize()
-    return outputs
+    return outs

@@ -28,15 +28,13 @@ from kosmos_tpsp.bench.report import console, summary
 from kosmos_tpsp.bench.results import Report, Row
 from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
 from kosmos_tpsp.bench.variants import Rig
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.catalog import driver_of
-from kosmos_tpsp.ops.custom import ag_gemm_op, gemm_rs_op
 from kosmos_tpsp.ops.registry import call_handle
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # A stuck kernel should end a benchmark soon, not after the production bound.
 TIMEOUT_S = 20.0
-# Small enough that the host, not the GPU, sets the pace.
+# (tokens, n, the third size), small enough that the host, not the GPU, sets the pace.
 HOST_SHAPE = (512, 256, 1024)
 
 
@@ -64,7 +62,7 @@ def group_rig(cases: Sequence[Case], choices: Any) -> Iterator[Rig]:
     world = group_world(reserve_sms=0)
     mine = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     solo_world = group_world(mine, reserve_sms=0)
-    tokens = max(HOST_SHAPE[0], *(c.m for c in cases))
+    tokens = max(HOST_SHAPE[0], *(c.tokens for c in cases))
     features = max(HOST_SHAPE[2], *(c.width for c in cases))
     timer = EventTimer(world)
     workspace = TpSpWorkspace(world, tokens, features, timeout_s=TIMEOUT_S)
@@ -137,21 +135,18 @@ def run(
 
 def host_cost(rig: Rig, calls: int) -> dict[str, float]:
     """Host microseconds of a warm call under no_grad on the slowest rank, by entry point."""
-    m, n, k = HOST_SHAPE
-    device, driver = rig.world.device, driver_of(rig.choices)
-    x = torch.randn(driver.x_rows(m, rig.world.size), k, device=device).bfloat16()
-    w = torch.randn(n, k, device=device).bfloat16()
+    driver = driver_of(rig.choices)
     options = replace(rig.choices, force=True)
-    entries: dict[str, Callable[[], object]] = {
-        driver.name: lambda: driver.call(x, w, rig.workspace, options=options)
+    shape = driver.shape_of(*HOST_SHAPE)
+    given = {
+        name: torch.randn(of, device=rig.world.device).bfloat16()
+        for name, of in driver.operand_shapes(shape, rig.world.size, options).items()
     }
-    if isinstance(options, AgGemmOptions):
-        options = replace(options, layout="tn", keep_gathered=False)
-        handle = call_handle(rig.workspace, options)
-        entries["kosmos::ag_gemm"] = lambda: ag_gemm_op(x, w, handle)
-    else:
-        handle = call_handle(rig.workspace, options)
-        entries["kosmos::gemm_rs"] = lambda: gemm_rs_op(x, w, handle)
+    operator, handle = driver.operator(options), call_handle(rig.workspace, options)
+    entries: dict[str, Callable[[], object]] = {
+        driver.name: lambda: driver.op(*given.values(), rig.workspace, options=options),
+        f"kosmos::{driver.name}": lambda: operator(*given.values(), handle),
+    }
     costs = {}
     with torch.no_grad():
         for name, entry in entries.items():

@@ -21,13 +21,11 @@ from kosmos_tpsp.bench.report import console, print_report
 from kosmos_tpsp.bench.results import Report
 from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.bench.session import group_rig, process_group, run
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
-from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS, LAYOUTS, ORDERS, choose
 from kosmos_tpsp.ops.prepared import POLICIES, TRANSPORTS
 
 QUICK = Settings(rounds=1, warmup=3, calls=8)
 DEFAULT_SHAPES = "llama3"
-ORDERS = tuple(order for driver in DRIVERS.values() for order in driver.orders)
 OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
@@ -38,7 +36,7 @@ OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="llama3, names of its shapes (8B-FC1-MBS1) or m,n,k; semicolons between.  "
     "[default: llama3, none with --order-ablation]",
 )
-@click.option("--layout", default="tn", show_default=True, type=click.Choice(("tn", "nn")))
+@click.option("--layout", type=click.Choice(LAYOUTS), help="[default: the op's]")
 @click.option("--policy", default="one_way", show_default=True, type=click.Choice(tuple(POLICIES)))
 @click.option("--order", type=click.Choice(ORDERS), help="[default: the op's]")
 @click.option("--transport", type=click.Choice(tuple(TRANSPORTS)), help="[default: by the rules]")
@@ -52,7 +50,7 @@ OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 def bench(
     op: str,
     shapes: str | None,
-    layout: str,
+    layout: str | None,
     policy: str,
     order: str | None,
     transport: str | None,
@@ -64,7 +62,7 @@ def bench(
     json_path: Path | None,
     png_path: Path | None,
 ) -> int:
-    """Time OP (ag_gemm or gemm_rs) on the GPUs of this group.
+    """Time OP on the GPUs of this group.
 
     Start it with torchrun --nproc-per-node N -m kosmos_tpsp -- bench ag_gemm. NCCL runs without
     NVLink multicast unless the environment sets NCCL_NVLS_ENABLE.
@@ -72,12 +70,14 @@ def bench(
     Exit status: 0; 1 if an output was wrong or a rank gave up; 2 for bad arguments.
     """
     driver = DRIVERS[op]
-    order = order or driver.orders[0]
+    order = order or next(iter(driver.orders), None)
+    layout = layout or driver.layouts[0]
     for name, value, allowed in (
         ("order", order, driver.orders), ("policy", policy, driver.policies),
     ):  # fmt: skip
-        if value not in allowed:
-            raise click.UsageError(f"{name}: got {value} for {op}, wanted {', '.join(allowed)}")
+        if value is not None and value not in allowed:
+            wanted = ", ".join(allowed) or "none: there is no choice"
+            raise click.UsageError(f"{name}: got {value} for {op}, wanted {wanted}")
     cases, ordered = _cases(op, shapes, layout, order_ablation)
     _check_outputs(json_path, png_path)
     if not torch.cuda.is_available():
@@ -87,9 +87,9 @@ def bench(
     settings = replace(QUICK if quick else Settings(), seed=seed)
     if rounds is not None:
         settings = replace(settings, rounds=rounds)
-    choices = driver.options(policy=policy, order=order, transport=transport)
-    if isinstance(choices, AgGemmOptions):
-        choices = replace(choices, layout=layout)
+    choices = choose(
+        op, {"policy": policy, "order": order, "transport": transport, "layout": layout}
+    )
     described = {
         "op": op, "command": _command(), "policy": policy, "order": order, "transport": transport,
         "quick": quick,

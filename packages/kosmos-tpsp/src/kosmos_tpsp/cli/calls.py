@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from kosmos_tpsp.exact import Wanted
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
-from kosmos_tpsp.ops.catalog import Driver, driver_of, layout_of
+from kosmos_tpsp.ops.catalog import Driver, driver_of
+from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # Unit roundoff of bf16 is 2**-8 = 3.9e-3: one rounding of an exact sum stays below it, element by
 # element and so in every norm. FP32 accumulation adds less than 1e-5 of a row's norm.
@@ -22,9 +25,9 @@ class Call:
     """One collective call.
 
     Attributes:
-        m: rows over all ranks.
-        n: columns of the output.
-        k: contraction.
+        m: rows of the GEMM's output, over all ranks where they are the tokens.
+        n: its columns.
+        k: its contraction.
         data: which random operands; equal numbers give equal operands.
         options: choices of the call, the same on all ranks but for the cap; their type says which
             op it is.
@@ -51,18 +54,24 @@ class Call:
         """Its op."""
         return self.driver.name
 
-    def out_shape(self, size: int) -> tuple[int, int]:
-        """Shape of the output on each of `size` ranks."""
-        return self.driver.out_rows(self.m, size), self.n
+    @property
+    def tokens(self) -> int:
+        """Tokens over all ranks."""
+        return self.driver.num_tokens(self.shape)
+
+    @property
+    def layout(self) -> str:
+        """Layout of its GEMM."""
+        return self.driver.layout_of(self.options)
 
     def remote_bytes(self, size: int) -> int:
         """Bytes that cross ranks, into and out of each one."""
         return self.driver.remote_bytes(self.shape, size)
 
     def __str__(self) -> str:
-        o = self.options
         shape = f"m={self.m} n={self.n} k={self.k}"
-        return f"{self.op} {layout_of(o)} {shape} {o.policy} {o.order}"
+        order = getattr(self.options, "order", "")
+        return f"{self.op} {self.layout} {shape} {self.options.policy} {order}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Verdict:
         path: "fused" or "reference".
         transport: what the plan chose.
         launches: kernels launched.
-        rel_err: ||out - reference|| / ||reference||, reference in FP64.
+        rel_err: ||out - reference|| / ||reference||, reference in FP64, of the worst output.
         repeated: whether an earlier call on the same operands gave the same bits; None: no such.
         problem: what is wrong, "" if nothing is.
         decline: why the fused path was not taken, "" if it was.
@@ -92,24 +101,6 @@ class Verdict:
     decline: str = ""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a call must give on a rank.
-
-    Attributes:
-        values: float64 matrix.
-        size: float64 norm of each row, and of all that is rounded on the way to it together.
-    """
-
-    values: torch.Tensor
-    size: torch.Tensor
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> Wanted:
-        """Of values that are rounded once and for all."""
-        return cls(values, values.double().norm(dim=1))
-
-
 class Operands:
     """Random operands by seed: every rank can make every rank's, so no exchange is needed.
 
@@ -117,13 +108,13 @@ class Operands:
         seed: of all operands.
         size: number of ranks.
         device: where they live; equal devices draw equal numbers.
-        keep: products that are kept.
+        keep: calls of which is kept what they must give.
     """
 
     def __init__(self, seed: int, size: int, device: torch.device, keep: int = 0) -> None:
         self.size = size
         self._keep = keep
-        self._products: dict[tuple[Call, int], Wanted] = {}
+        self._wanted: dict[tuple[Call, int], dict[str, Wanted]] = {}
         self._seed = seed
         self._device = device
 
@@ -133,44 +124,71 @@ class Operands:
         drawn = torch.randn(shape, generator=generator, device=self._device)
         return drawn.to(torch.bfloat16)
 
-    def x(self, call: Call, rank: int) -> torch.Tensor:
-        """[rows, k] bf16 of `rank`: a chunk of the rows, or all of them."""
-        rows = call.driver.x_rows(call.m, self.size)
-        return self._draw((rows, call.k), "x", call.data, rank)
+    def one(self, call: Call, name: str, rank: int) -> torch.Tensor:
+        """An operand of `rank`, bf16."""
+        shape = call.driver.operand_shapes(call.shape, self.size, call.options)[name]
+        return self._draw(shape, name, call.data, rank)
 
-    def w(self, call: Call, rank: int) -> torch.Tensor:
-        """[n, k] (layout "tn") or [k, n] ("nn") bf16."""
-        tn = layout_of(call.options) == "tn"
-        shape = (call.n, call.k) if tn else (call.k, call.n)
-        return self._draw(shape, "w", call.data, rank)
+    def given(self, call: Call, rank: int) -> dict[str, torch.Tensor]:
+        """The operands of `rank` by name, bf16."""
+        return {name: self.one(call, name, rank) for name in call.driver.operands}
 
-    def gathered(self, call: Call) -> torch.Tensor:
-        """[m, k] bf16."""
-        return torch.cat([self.x(call, rank) for rank in range(self.size)])
+    def memory(self, call: Call, fill: float = float("nan")) -> dict[str, torch.Tensor]:
+        """Memory for every output that a call may be given any for, bf16, filled with a number."""
+        shapes = call.driver.output_shapes(call.shape, self.size, call.options)
+        return {
+            name: torch.full(shapes[name], fill, dtype=torch.bfloat16, device=self._device)
+            for name in call.driver.into(call.options)
+        }
 
-    def product(self, call: Call, rank: int) -> Wanted:
-        """What `rank` must compute."""
-        product = self._products.get((call, rank))
-        if product is None:
-            product = self._multiply(call, rank)
-            if len(self._products) < self._keep:
-                self._products[call, rank] = product
-        return product
+    def wanted(self, call: Call, rank: int) -> dict[str, Wanted]:
+        """What `rank` must be given, by name of the output."""
+        wanted = self._wanted.get((call, rank))
+        if wanted is None:
+            draw = partial(self.one, call)
+            wanted = call.driver.wanted(draw, rank, self.size, call.options)
+            if len(self._wanted) < self._keep:
+                self._wanted[call, rank] = wanted
+        return wanted
 
-    def _multiply(self, call: Call, rank: int) -> Wanted:
-        if call.op == "ag_gemm":
-            w = self.w(call, rank).double()
-            tn = layout_of(call.options) == "tn"
-            return Wanted.of(self.gathered(call).double() @ (w.t() if tn else w))
-        total = torch.zeros(call.out_shape(self.size), dtype=torch.float64, device=self._device)
-        size = total.new_zeros(len(total))
-        own = slice(rank * len(total), (rank + 1) * len(total))
-        for source in range(self.size):
-            part = self.x(call, source)[own].double() @ self.w(call, source).double().t()
-            total += part
-            size += part.norm(dim=1)
-        # The parts are rounded too, and may cancel one another.
-        return Wanted(total, size + total.norm(dim=1))
+
+def lasting(outs: dict[str, torch.Tensor], workspace: TpSpWorkspace) -> dict[str, torch.Tensor]:
+    """Outputs that a later call leaves alone: what lies in the workspace is copied.
+
+    That waits for the call, whose memory the host reads, except where copies are queued as calls
+    are.
+    """
+    if not any(workspace.holds(t) for t in outs.values()):
+        return outs
+    if workspace.world.device.type != "cuda":
+        workspace.world.synchronize()
+    return {name: t.clone() if workspace.holds(t) else t for name, t in outs.items()}
+
+
+def compare_all(
+    outs: Mapping[str, torch.Tensor], wanted: Mapping[str, Wanted]
+) -> tuple[float, str]:
+    """Largest relative error of the outputs, and what is wrong with one of them ("" if nothing)."""
+    worst, problem = 0.0, ""
+    for name, right in wanted.items():
+        if name not in outs:
+            return float("inf"), f"{name}: missing"
+        error, wrong = compare(outs[name], right)
+        worst = max(worst, error)
+        if wrong and not problem:
+            problem = f"{name}: {wrong}" if len(wanted) > 1 else wrong
+    return worst, problem
+
+
+def known(
+    outs: Mapping[str, torch.Tensor], wanted: Mapping[str, Wanted]
+) -> dict[str, torch.Tensor]:
+    """The outputs of an aborted call with the right values where they are NaN."""
+    return {
+        name: torch.where(outs[name].isnan(), right.values.to(torch.bfloat16), outs[name])
+        for name, right in wanted.items()
+        if name in outs
+    }
 
 
 def compare(out: torch.Tensor, wanted: Wanted) -> tuple[float, str]:
@@ -184,6 +202,8 @@ def compare(out: torch.Tensor, wanted: Wanted) -> tuple[float, str]:
         return float("inf"), f"shape {tuple(out.shape)} instead of {tuple(wanted.values.shape)}"
     if wanted.values.numel() == 0:
         return 0.0, ""
+    if wanted.moved:
+        return (0.0, "") if same_bits(out, wanted.values) else _other_rows(out, wanted.values)
     difference = out.double() - wanted.values
     tiny = torch.finfo(torch.float64).tiny
     rows = difference.norm(dim=1) / wanted.size.clamp_min(tiny)
@@ -200,8 +220,14 @@ def compare(out: torch.Tensor, wanted: Wanted) -> tuple[float, str]:
     return total, ""
 
 
+def _other_rows(out: torch.Tensor, rows: torch.Tensor) -> tuple[float, str]:
+    other = (out.view(torch.int16) != rows.view(torch.int16)).any(dim=1)
+    first = int(other.int().argmax())
+    return float("inf"), f"{int(other.sum())} of {len(rows)} rows differ, the first is row {first}"
+
+
 class Ledger:
-    """First output of each key, to compare later ones with bit by bit.
+    """First outputs of each key, to compare later ones with bit by bit.
 
     Args:
         only: calls whose outputs are kept; None keeps all.
@@ -209,15 +235,15 @@ class Ledger:
 
     def __init__(self, only: Collection[Call] | None = None) -> None:
         self._only = only
-        self._first: dict[tuple[Call, int], torch.Tensor] = {}
+        self._first: dict[tuple[Call, int], dict[str, torch.Tensor]] = {}
 
-    def repeats(self, call: Call, rank: int, out: torch.Tensor) -> bool | None:
-        """Whether `out` has the bits of the first output of the call; None for the first one."""
+    def repeats(self, call: Call, rank: int, outs: Mapping[str, torch.Tensor]) -> bool | None:
+        """Whether the outputs have the bits of the first ones of the call; None for those."""
         first = self._first.get((call, rank))
         if first is not None:
-            return same_bits(first, out)
+            return first.keys() == outs.keys() and all(same_bits(first[n], outs[n]) for n in outs)
         if self._only is None or call in self._only:
-            self._first[call, rank] = out.clone()
+            self._first[call, rank] = {name: out.clone() for name, out in outs.items()}
         return None
 
 

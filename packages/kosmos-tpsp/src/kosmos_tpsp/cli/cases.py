@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kosmos_tpsp.cli.calls import Call
+from kosmos_tpsp.ops.catalog import Driver, Shape
 
 # Rows of this many bf16 elements are 16-byte aligned, as the fused path needs.
 ALIGNED = 8
@@ -15,14 +16,15 @@ def _odd_multiple(value: int) -> int:
     return ((value // ALIGNED - 1) | 1) * ALIGNED if value >= 2 * ALIGNED else ALIGNED
 
 
-def shapes(m: int, n: int, k: int, size: int) -> list[tuple[int, int, int]]:
-    """The shape, an odd one of about two thirds of it in each dimension, and one row a rank."""
-    rows = (m // size * 2 // 3) | 1
-    odd = (rows * size, _odd_multiple(n * 2 // 3), _odd_multiple(k * 2 // 3))
-    return list(dict.fromkeys([(m, n, k), odd, (size, ALIGNED, ALIGNED)]))
+def shapes(driver: Driver, wanted: Shape, size: int) -> list[Shape]:
+    """The shape, an odd one of about two thirds of it in each dimension, and one token a rank."""
+    tokens, n, other = driver.num_tokens(wanted), wanted[1], driver.other_of(wanted)
+    rows = (tokens // size * 2 // 3) | 1
+    odd = driver.shape_of(rows * size, _odd_multiple(n * 2 // 3), _odd_multiple(other * 2 // 3))
+    return list(dict.fromkeys([wanted, odd, driver.shape_of(size, ALIGNED, ALIGNED)]))
 
 
-def sequence(wanted: list[tuple[int, int, int]], calls: int, options: Any) -> list[Call]:
+def sequence(wanted: list[Shape], calls: int, options: Any) -> list[Call]:
     """Every shape `calls` times on fresh data, by turns, then each again on its first data."""
     fresh = [Call(*shape, data, options) for data in range(calls) for shape in wanted]
     return fresh + [Call(*shape, 0, options) for shape in wanted[::-1]]

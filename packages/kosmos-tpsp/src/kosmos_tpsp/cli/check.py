@@ -8,10 +8,15 @@ import click
 
 from kosmos_tpsp.cli.checking import run_request
 from kosmos_tpsp.cli.request import Request
-from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS, LAYOUTS, ORDERS
 
 OPS = tuple(DRIVERS)
-ORDERS = tuple(order for driver in DRIVERS.values() for order in driver.orders)
+
+
+def _by_op(name: str) -> str:
+    """What each op has of a choice, its default first."""
+    found = ((d.name, getattr(d, name)) for d in DRIVERS.values())
+    return "; ".join(f"{op}: {', '.join(values)}" for op, values in found if values)
 
 
 @click.command()
@@ -19,22 +24,19 @@ ORDERS = tuple(order for driver in DRIVERS.values() for order in driver.orders)
 @click.option(
     "--world", default="cpu:4", show_default=True, help="cpu:N, gpu:N, or group (under torchrun)."
 )
-@click.option("--m", default=384, show_default=True, help="Rows over all ranks, 0 or more.")
+@click.option(
+    "--m", default=384, show_default=True, help="Rows of the GEMM's output; the tokens, 0 or more."
+)
 @click.option("--n", default=200, show_default=True, help="Columns of each rank's output.")
 @click.option("--k", default=128, show_default=True, help="Contraction of each rank's GEMM.")
-@click.option("--layout", type=click.Choice(("tn", "nn")), default="tn", show_default=True)
+@click.option("--layout", type=click.Choice(LAYOUTS), help=f"{_by_op('layouts')}.")
 @click.option(
     "--policy",
     type=click.Choice(("one_way", "two_way", "fixed", "serial")),
     default="one_way",
     show_default=True,
 )
-@click.option(
-    "--order",
-    type=click.Choice(ORDERS),
-    help="ag_gemm: local_first (default), chunk_major, naive; gemm_rs: band_major (default), "
-    "row_major.",
-)
+@click.option("--order", type=click.Choice(ORDERS), help=f"{_by_op('orders')}.")
 @click.option("--transport", type=click.Choice(("pull", "push")), help="[default: the plan's]")
 @click.option("--cap", type=int, help="Most workgroups a rank, at least 2.  [default: all]")
 @click.option("--seed", default=0, show_default=True, help="Of the data and of the schedules.")

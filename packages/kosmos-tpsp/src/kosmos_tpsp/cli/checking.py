@@ -23,7 +23,7 @@ from kosmos_tpsp.cli.report import Report, case_of
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu, run_on_devices
 from kosmos_tpsp.cli.schedules import DELAYS, POLICIES, Schedule
-from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS, choose
 
 # Workgroups of a rank on the executor, more only where the cap asks for more.
 CPU_WGS = 4
@@ -37,17 +37,9 @@ MAX_SLEEP = 1 << 23
 
 def options_of(request: Request) -> Any:
     """The choices of every call. Only where declines are allowed may speed be a reason."""
-    driver = DRIVERS[request.op]
-    chosen: dict[str, Any] = {
-        "policy": request.policy,
-        "order": request.order or driver.orders[0],
-        "transport": request.transport,
-        "cap": request.cap,
-        "force": not request.allow_decline,
-    }
-    if request.op == "ag_gemm":
-        chosen["layout"] = request.layout
-    return driver.options(**chosen)
+    names = ("layout", "policy", "order", "transport", "cap")
+    chosen = {name: getattr(request, name) for name in names}
+    return choose(request.op, {**chosen, "force": not request.allow_decline})
 
 
 def run_request(request: Request) -> tuple[Report, bool]:
@@ -73,7 +65,7 @@ def run_request(request: Request) -> tuple[Report, bool]:
 
 
 def _rig(request: Request, options: Any) -> Rig:
-    wanted = shapes(request.m, request.n, request.k, request.size)
+    wanted = shapes(DRIVERS[request.op], request.shape, request.size)
     calls = sequence(wanted, request.calls, options)
     # One run's own repetitions; the schedules of the executor are compared with each other, too.
     again = {call for call, count in Counter(calls).items() if count > 1}
@@ -110,7 +102,7 @@ def _replay(request: Request, schedule: Schedule) -> str:
 
 def _summary(request: Request, options: Any, runs: list[Run]) -> Report:
     report = Report()
-    for shape in shapes(request.m, request.n, request.k, request.size):
+    for shape in shapes(DRIVERS[request.op], request.shape, request.size):
         call = Call(*shape, 0, options)
         report.cases.append(
             case_of(

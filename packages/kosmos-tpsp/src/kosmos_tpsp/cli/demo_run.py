@@ -17,6 +17,7 @@ from kosmos_tpsp import reference
 from kosmos_tpsp.bench import checking
 from kosmos_tpsp.bench import variants as v
 from kosmos_tpsp.bench.cases import Case
+from kosmos_tpsp.bench.unfused import Data
 from kosmos_tpsp.cli.demo_layer import Layer
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -215,14 +216,15 @@ def _times(
     world: World, workspace: TpSpWorkspace, layer: Layer, x: torch.Tensor, w: torch.Tensor
 ) -> dict[str, float]:
     """Median milliseconds of the fused call and of the collective and GEMM in sequence."""
-    rig = v.Rig(world, workspace, EventTimer(world), replace(OPTIONS, traced=False))
     case = Case(layer.label, layer.tokens, layer.local_width, layer.hidden)
-    gathered = x.new_empty(layer.tokens, layer.hidden)
-    out = x.new_empty(layer.tokens, layer.local_width)
-    data = v.Data(x, w, gathered, out, out)
-    calls = {
-        BASELINE: v.baseline(rig, case, data).call,
-        FUSED: v.fused_call(data, workspace, rig.choices),
+    outs = {
+        "out": x.new_empty(layer.tokens, layer.local_width),
+        "gathered": x.new_empty(layer.tokens, layer.hidden),
     }
-    timings = time_rounds(calls, rig.timer, rounds=3)
+    data = Data(case, world, {"x": x, "w": w}, outs, {})
+    calls = {
+        BASELINE: v.baseline(data).call,
+        FUSED: v.fused_call(data, workspace, replace(OPTIONS, traced=False)),
+    }
+    timings = time_rounds(calls, EventTimer(world), rounds=3)
     return {name: timing.median_ms for name, timing in timings.items()}

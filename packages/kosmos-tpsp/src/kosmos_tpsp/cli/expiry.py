@@ -12,7 +12,7 @@ from kosmos_core.errors import KosmosError, PeerError, PeerTimeoutError
 from kosmos_core.executor import Executor, ExecutorError, Mutation
 from kosmos_core.worlds import World, cpu_world
 
-from kosmos_tpsp.cli.calls import Call, Operands, compare
+from kosmos_tpsp.cli.calls import Call, Operands, compare_all, known, lasting
 from kosmos_tpsp.cli.rig import Rig, Run
 from kosmos_tpsp.cli.schedules import Schedule
 
@@ -53,28 +53,25 @@ class Expiry:
         left = Left(rank)
         operands = Operands(0, world.size, world.device)
         workspace = Rig(self.calls, timeout_s=self.bound_us * 1e-3).workspace(world)
-        outs = [
-            torch.zeros(call.out_shape(world.size), dtype=torch.bfloat16) for call in self.calls
-        ]
-        made = 0
+        memory = [operands.memory(call, 0.0) for call in self.calls]
+        made: list[dict[str, torch.Tensor]] = []
         try:
-            for call, out in zip(self.calls, outs, strict=True):
-                x, w = operands.x(call, rank), operands.w(call, rank)
-                call.driver.call(x, w, workspace, out=out, options=call.options)
-                made += 1
+            for call, outs in zip(self.calls, memory, strict=True):
+                given = operands.given(call, rank)
+                found = call.driver.call(given, workspace, outs, call.options)
+                made.append(lasting(found, workspace))
             workspace.synchronize()
         except PeerError as error:
             left.error = error
             world.synchronize()
         if left.error is not None and type(left.error) is not PeerTimeoutError:
             left.problems.append(f"wanted PeerTimeoutError, got {left.error!r}")
-        for call, out in zip(self.calls[:made], outs, strict=False):
-            wanted = operands.product(call, rank)
-            known = torch.where(out.isnan(), wanted.values.to(torch.bfloat16), out)
-            problem = compare(known, wanted)[1]
+        for call, outs in zip(self.calls, made, strict=False):
+            wanted = operands.wanted(call, rank)
+            problem = compare_all(known(outs, wanted), wanted)[1]
             if problem:
                 left.problems.append(f"{call}: {problem}")
-            if left.error is None and out.isnan().any():
+            if left.error is None and any(out.isnan().any() for out in outs.values()):
                 left.problems.append(f"{call}: NaN and no error")
         return left
 

@@ -15,6 +15,7 @@ from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Meter, Run, on_all_ranks
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import KINDS, Trouble, Witness
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 if TYPE_CHECKING:
     from kosmos_core.executor import Mutation
@@ -24,7 +25,7 @@ CPU_WGS = 4
 
 def check_killed_rank(request: Request, options: Any, world: World | None) -> Report:
     """Report of one case, the wanted shape with a rank that fails; no `world`: the executor."""
-    found_shapes = shapes(request.m, request.n, request.k, request.size)
+    found_shapes = shapes(DRIVERS[request.op], request.shape, request.size)
     calls = [Call(*shape, 0, options) for shape in (found_shapes * 2)[:2]]
     trouble = Trouble(calls, request.kill_rank or 0, "killed", request.seed)
     runs: list[Run] = []

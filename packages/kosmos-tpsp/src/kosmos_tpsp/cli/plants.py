@@ -54,7 +54,7 @@ class Plant:
         rule: the rule that it breaks, as docs/memory-model.md numbers them.
         what: the defect in a line.
         edits: (function, text that occurs once in it, text in its place).
-        shapes: (rows of a rank, n, k) of the calls, in order.
+        shapes: (tokens of a rank, n, k; m where k are the tokens) of the calls, in order.
         ranks: number of ranks.
         seeds: of the schedules that are tried until one shows it.
         choices: options of the calls.
@@ -91,11 +91,14 @@ class Plant:
     def calls(self) -> list[Call]:
         """The calls, each on data of its own."""
         each = self.each or ({},) * len(self.shapes)
-        options = DRIVERS[self.op].options
+        driver = DRIVERS[self.op]
         return [
-            Call(rows * self.ranks, n, k, i, options(**{**self.choices, **more}))
-            for i, ((rows, n, k), more) in enumerate(zip(self.shapes, each, strict=True))
-        ]
+            Call(
+                *driver.shape_of(rows * self.ranks, n, other), i,
+                driver.options(**{**self.choices, **more}),
+            )
+            for i, ((rows, n, other), more) in enumerate(zip(self.shapes, each, strict=True))
+        ]  # fmt: skip
 
     def schedule(self, seed: int) -> Schedule:
         """The schedule of a seed."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from kosmos_tpsp.cli.calls import Call, Verdict
 from kosmos_tpsp.cli.rig import Run
-from kosmos_tpsp.ops.catalog import layout_of
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Case:
     dtype: str
     layout: str
     policy: str
-    order: str
+    order: str | None
     transport: str | None
     cap: int | None
     schedules: int
@@ -62,7 +61,7 @@ class Case:
         repeat = {None: "not tried", True: "yes", False: "NO"}[self.bitwise_repeat]
         return (
             f"{self.op} {self.world} {self.layout} m={self.m} n={self.n} k={self.k} {self.dtype} "
-            f"{self.policy} {self.order} {self.transport or 'no transport'} "
+            f"{self.policy} {self.order or 'no order'} {self.transport or 'no transport'} "
             f"cap={'all' if self.cap is None else self.cap} schedules={self.schedules} "
             f"calls={self.calls}: {self.path}, {self._launches}"
             f"{self.remote_bytes} B from peers, error {error}, bitwise repeat {repeat}, "
@@ -130,9 +129,9 @@ def case_of(
         n=call.n,
         k=call.k,
         dtype="bf16",
-        layout=layout_of(o),
+        layout=call.layout,
         policy=o.policy,
-        order=o.order,
+        order=getattr(o, "order", None),
         transport=own[0].transport if own else o.transport,
         cap=o.cap,
         schedules=len({run.schedule_hash for run in runs}),

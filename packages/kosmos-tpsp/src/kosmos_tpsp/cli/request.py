@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import click
 
-from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS, Shape
 
 MAX_RANKS = 8
 DEFAULT_SCHEDULES = 3
@@ -27,7 +27,7 @@ class Request:
     m: int
     n: int
     k: int
-    layout: str
+    layout: str | None
     policy: str
     order: str | None
     transport: str | None
@@ -42,19 +42,19 @@ class Request:
     def __post_init__(self) -> None:
         size = self.size
         for name, value, least in (
-            ("m", self.m, 0),
-            ("n", self.n, 1),
-            ("k", self.k, 1),
+            *((name, getattr(self, name), int(name != DRIVERS[self.op].tokens)) for name in "mnk"),
             ("calls", self.calls, 1),
             ("schedules", self.num_schedules, 1),
             ("seed", self.seed, 0),
         ):
             if value < least:
                 raise click.UsageError(f"{name}: got {value}, wanted at least {least}")
-        if self.m % size:
-            more = self.m + size - self.m % size
+        tokens = DRIVERS[self.op].num_tokens(self.shape)
+        if tokens % size:
+            more = tokens + size - tokens % size
             raise click.UsageError(
-                f"m: got {self.m}, wanted a multiple of the {size} ranks; pad to {more} rows"
+                f"{DRIVERS[self.op].tokens}: got {tokens}, wanted a multiple of the {size} ranks; "
+                f"pad to {more} rows"
             )
         if self.cap is not None and self.cap < 2:
             raise click.UsageError(
@@ -69,12 +69,11 @@ class Request:
             ("order", self.order, driver.orders),
             ("policy", self.policy, driver.policies),
             ("transport", self.transport, driver.transports),
-            ("layout", self.layout, ("tn", "nn") if self.op == "ag_gemm" else ("tn",)),
+            ("layout", self.layout, driver.layouts),
         ):
             if value is not None and value not in allowed:
-                raise click.UsageError(
-                    f"{name}: got {value} for {self.op}, wanted one of {', '.join(allowed)}"
-                )
+                wanted = f"one of {', '.join(allowed)}" if allowed else "none: there is no choice"
+                raise click.UsageError(f"{name}: got {value} for {self.op}, wanted {wanted}")
 
     def _check_kill(self, size: int) -> None:
         if self.kill_rank is None:
@@ -83,8 +82,16 @@ class Request:
             raise click.UsageError("kill-rank: a group of one has no peers; use two ranks or more")
         if not 0 <= self.kill_rank < size:
             raise click.UsageError(f"kill-rank: got {self.kill_rank}, wanted 0 to {size - 1}")
-        if self.m == 0:
-            raise click.UsageError("kill-rank: m is 0, so that no call waits; use a positive m")
+        driver = DRIVERS[self.op]
+        if driver.num_tokens(self.shape) == 0:
+            raise click.UsageError(
+                f"kill-rank: {driver.tokens} is 0, so that no call waits; use a positive one"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """(m, n, k)."""
+        return self.m, self.n, self.k
 
     @property
     def kind(self) -> str:

@@ -13,10 +13,9 @@ from kosmos_core.workspace import DEFAULT_TIMEOUT_S
 from kosmos_core.worlds import World, cpu_world
 from kosmos_heuristics import Machine
 
-from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare, same_bits
+from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare_all, lasting
 from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.schedules import Schedule
-from kosmos_tpsp.ops.catalog import outputs
 from kosmos_tpsp.ops.prepared import Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -100,7 +99,7 @@ class Rig:
         timeout_s: bound of every wait.
         machine: machine model for the plans; None takes the world's.
         queued: on the executor, launches wait in a stream's queue and do not block the host.
-        keep: products of operands that are kept for later calls on the same ones.
+        keep: calls of which is kept what they must give, for later ones on the same operands.
         delay: called with (rank, index of the call) before each call.
         ledger: first outputs, shared by rigs whose outputs must be equal.
         progress: index of the call each rank has come to.
@@ -126,7 +125,7 @@ class Rig:
         """Collective: a workspace that all calls fit in, its regions full of NaN."""
         workspace = TpSpWorkspace(
             world,
-            max([world.size, *(call.m for call in self.calls)]),
+            max([world.size, *(call.tokens for call in self.calls)]),
             max([8, *(call.driver.width(call.shape) for call in self.calls)]),
             machine=self.machine,
             timeout_s=self.timeout_s,
@@ -171,41 +170,33 @@ class Rig:
             return
         patient = replace(self, timeout_s=DEFAULT_TIMEOUT_S).workspace(world)
         for call in dict.fromkeys(replace(call, data=0) for call in self.calls):
-            rows = call.driver.x_rows(call.m, world.size)
-            options = self.options(call, rank)
-            call.driver.prepare(patient, rows, call.n, call.k, options)
+            call.driver.prepare(patient, call.shape, self.options(call, rank))
         patient.destroy()
 
     def _round(
         self, rank: int, workspace: TpSpWorkspace, operands: Operands, meter: Meter, first: int
     ) -> list[Verdict]:
         calls = self.calls[first : first + ROUND]
-        given = [(operands.x(c, rank), operands.w(c, rank)) for c in calls]
-        device = workspace.world.device
-        outs = [
-            torch.full(
-                c.out_shape(operands.size), float("nan"), dtype=torch.bfloat16, device=device
-            )
-            for c in calls
-        ]
+        given = [operands.given(c, rank) for c in calls]
+        memory = [operands.memory(c) for c in calls]
         # Nobody calls before all have made their operands, which may load modules, too.
         workspace.synchronize()
         workspace.world.barrier()
         results, launches = [], []
         moved = meter.moved(rank)
-        for i, (call, (x, w), out) in enumerate(zip(calls, given, outs, strict=True)):
+        for i, (call, tensors, outs) in enumerate(zip(calls, given, memory, strict=True)):
             self.progress[rank] = first + i
             if self.delay is not None:
                 self.delay(rank, first + i)
             before = meter.launches[rank]
-            options = self.options(call, rank)
-            results.append(call.driver.call(x, w, workspace, out=out, options=options))
+            made = call.driver.call(tensors, workspace, outs, self.options(call, rank))
+            results.append(lasting(made, workspace))
             launches.append(meter.launches[rank] - before)
         workspace.synchronize()
         verdicts = []
-        for call, (x, w), result, count in zip(calls, given, results, launches, strict=True):
-            prepared = call.driver.describe(x, w, workspace, self.options(call, rank))
-            verdicts.append(self._judge(rank, operands, call, prepared, result, count))
+        for call, tensors, outs, count in zip(calls, given, results, launches, strict=True):
+            prepared = call.driver.describe(tensors, workspace, self.options(call, rank))
+            verdicts.append(self._judge(rank, operands, call, prepared, outs, count))
         moved = meter.moved(rank) - moved
         wanted = sum(v.call.remote_bytes(operands.size) for v in verdicts if v.path == "fused")
         if meter.measures and moved != wanted:
@@ -219,18 +210,15 @@ class Rig:
         operands: Operands,
         call: Call,
         prepared: Prepared,
-        result: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        outs: dict[str, torch.Tensor],
         launches: int,
     ) -> Verdict:
-        out, gathered = outputs(result)
-        error, problem = compare(out, operands.product(call, rank))
-        if not problem and gathered is not None:
-            problem = "" if same_bits(gathered, operands.gathered(call)) else "gathered rows differ"
+        error, problem = compare_all(outs, operands.wanted(call, rank))
         fused = prepared.decline is None
-        wanted = 0 if call.m == 0 else len(prepared.configs)
+        wanted = 0 if call.tokens == 0 else len(prepared.configs)
         if not problem and fused and launches != wanted:
             problem = f"{launches} launches instead of {wanted}"
-        repeated = self.ledger.repeats(call, rank, out)
+        repeated = self.ledger.repeats(call, rank, outs)
         if not problem and repeated is False:
             problem = "other bits than the same call before"
         path, transport = "fused" if fused else "reference", prepared.plan.transport

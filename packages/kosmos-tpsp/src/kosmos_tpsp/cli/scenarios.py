@@ -6,6 +6,7 @@ import functools
 import random
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
-from kosmos_tpsp.ops.catalog import layout_of
+from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
 # Around the points where the epoch's sign, its 32 bits and its parity turn over.
@@ -29,6 +30,8 @@ FEATURES = (8, 16, 24, 40)
 CONTRACTIONS = (8, 16, 24, 40, 64, 128)
 # Rows of this width are not 16-byte aligned: the call is declined.
 DECLINED = 12
+# Choices that not every op has, and how the summary calls them.
+OWN_CHOICES = {"order": "order", "keep_gathered": "kept"}
 RULES = ("executor", "executor", "executor", "h200", "mi350")
 
 
@@ -126,17 +129,17 @@ class Scenario:
             found[name, str(value)] += 1
         for call in self.calls:
             o = call.options
-            declined = DECLINED in (call.n, call.k)
+            declined = call.driver.other_of(call.shape) == DECLINED
             choices = {
-                "op": call.op, "layout": layout_of(o), "policy": o.policy, "order": o.order,
+                "op": call.op, "layout": call.layout, "policy": o.policy,
                 "transport": o.transport or "plan's", "split k": o.split_k or "plan's",
-                "call": "empty" if call.m == 0 else "declined" if declined else "full",
+                "movers a peer": getattr(o, call.driver.crew) or "plan's",
+                "call": "empty" if call.tokens == 0 else "declined" if declined else "full",
             }  # fmt: skip
-            if isinstance(o, AgGemmOptions):
-                choices["kept"] = "plan's" if o.keep_gathered is None else o.keep_gathered
-                choices["movers a peer"] = o.movers_per_peer or "plan's"
-            else:
-                choices["movers a peer"] = o.reducers_per_peer or "plan's"
+            for field_name, dimension in OWN_CHOICES.items():
+                if hasattr(o, field_name):
+                    value = getattr(o, field_name)
+                    choices[dimension] = "plan's" if value is None else value
             for name, choice in choices.items():
                 found[name, str(choice)] += 1
         return found
@@ -174,20 +177,21 @@ def _executor_machine() -> Machine:
 def _calls(rng: random.Random, ranks: int, deep: bool, op: str) -> list[Call]:
     """Two to four calls, and often the first of them again at the end."""
     if deep:
-        return [Call(DEEP_ROWS, 8, 8, 0, _options(rng, 1))]
+        return [Call(DEEP_ROWS, 8, 8, 0, _gather_options(rng, 1))]
     most, choice = (2, FEW_ROWS) if ranks == 8 else (4, ROWS)
     calls = []
     for data in range(rng.randint(2, most)):
         kind = rng.random()
         rows = 0 if kind < 0.08 else rng.choice(choice)
-        k = DECLINED if kind > 0.95 else rng.choice(CONTRACTIONS)
+        other = DECLINED if kind > 0.95 else rng.choice(CONTRACTIONS)
         split_k = rng.choice((None, None, None, 1, 2, 4))
         n = rng.choice(FEATURES)
-        options: Any = _options(rng, split_k)
-        # What both ops push lands in the same memory.
-        if op == "gemm_rs" and (data == 0 or rng.random() < 0.6):
-            options = _scatter_options(rng, split_k)
-        calls.append(Call(rows * ranks, n, k, data, options))
+        options: Any = _gather_options(rng, split_k)
+        # What all ops push lands in the same memory.
+        if op != "ag_gemm" and (data == 0 or rng.random() < 0.6):
+            options = OPTIONS[op](rng, split_k)
+        shape = driver_of(options).shape_of(rows * ranks, n, other)
+        calls.append(Call(*shape, data, options))
     return [*calls, calls[0]] if rng.random() < 0.5 else calls
 
 
@@ -200,7 +204,7 @@ def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
     )
 
 
-def _options(rng: random.Random, split_k: int | None) -> AgGemmOptions:
+def _gather_options(rng: random.Random, split_k: int | None) -> AgGemmOptions:
     chosen: dict[str, Any] = {
         "layout": rng.choice(("tn", "tn", "nn")),
         "keep_gathered": rng.choice((None, None, True, False)),
@@ -211,3 +215,10 @@ def _options(rng: random.Random, split_k: int | None) -> AgGemmOptions:
         "split_k": split_k,
     }
     return AgGemmOptions(**chosen)
+
+
+# How the choices of each op are drawn.
+OPTIONS: dict[str, Callable[[random.Random, int | None], Any]] = {
+    "ag_gemm": _gather_options,
+    "gemm_rs": _scatter_options,
+}

@@ -9,12 +9,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import click
-from kosmos_heuristics import AgGemmProblem, load_machine, plan_ag_gemm
+from kosmos_core.worlds import World, cpu_world
 
+from kosmos_tpsp.cli.calls import Operands
 from kosmos_tpsp.cli.plant_list import PLANTS
 from kosmos_tpsp.cli.plants import Caught, Plant
 from kosmos_tpsp.cli.report import Case
 from kosmos_tpsp.cli.request import Request
+from kosmos_tpsp.cli.rig import Rig
 
 
 def show_plant(name: str, request: Request, as_json: bool) -> int:
@@ -81,17 +83,23 @@ def _tell(plant: Plant, caught: Caught | None, alarms: list[str]) -> None:
 def _planned_transport(plant: Plant) -> str:
     """What the plan of the first call chooses where the plant leaves it the choice."""
     call = plant.calls[0]
-    problem = AgGemmProblem(*call.shape, plant.ranks, call.options.layout)
-    return plan_ag_gemm(problem, load_machine("executor"), cap=plant.wgs).transport
+
+    def host(rank: int, world: World) -> str:
+        with Rig(plant.calls).workspace(world) as workspace:
+            given = Operands(0, world.size, world.device).given(call, rank)
+            return str(call.driver.describe(given, workspace, call.options).plan.transport)
+
+    with cpu_world(plant.ranks, wgs=plant.wgs) as world:
+        return str(world.spmd(host, world)[0])
 
 
 def _as_object(plant: Plant, caught: Caught | None, alarms: list[str]) -> dict[str, Any]:
     call = plant.calls[0]
     options = call.options
     case = Case(
-        op="ag_gemm", world=f"cpu:{plant.ranks}", m=call.m, n=call.n, k=call.k, dtype="bf16",
-        layout=options.layout, policy=options.policy, order=options.order,
-        transport=options.transport or _planned_transport(plant), cap=options.cap,
+        op=call.op, world=f"cpu:{plant.ranks}", m=call.m, n=call.n, k=call.k, dtype="bf16",
+        layout=call.layout, policy=options.policy, order=getattr(options, "order", None),
+        transport=_planned_transport(plant), cap=options.cap,
         schedules=len(plant.seeds) if caught is None else plant.seeds.index(caught.seed) + 1,
         calls=len(plant.shapes), path="fused", kernel_launches=len(plant.shapes),
         remote_bytes=call.remote_bytes(plant.ranks), max_rel_err=None, bitwise_repeat=None,

@@ -17,7 +17,15 @@ from kosmos_core.errors import (
 )
 from kosmos_core.worlds import World
 
-from kosmos_tpsp.cli.calls import Call, Operands, compare, same_bits
+from kosmos_tpsp.cli.calls import (
+    Call,
+    Operands,
+    compare,
+    compare_all,
+    known,
+    lasting,
+    same_bits,
+)
 from kosmos_tpsp.cli.rig import Meter, Rig
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -64,14 +72,14 @@ class Outcome:
 
     Attributes:
         call: the call.
-        out: its output, whatever is in it.
+        outs: its outputs by name, whatever is in them.
         error: what it raised.
         returned: whether the call itself raised nothing, so that its output counts.
         seconds: how long it took, device time on the executor.
     """
 
     call: Call
-    out: torch.Tensor
+    outs: dict[str, torch.Tensor]
     error: KosmosError | None
     returned: bool
     seconds: float
@@ -101,16 +109,14 @@ class Trouble:
         rig = Rig(self.calls, timeout_s=TIMEOUT_S if self.kind == "killed" else 120.0)
         rig.prepare(rank, world)
         # Made beforehand, and the products too: what takes long must not count against the bound.
-        given = {
-            call: (operands.x(call, rank), operands.w(call, rank)) for call in self._all_calls()
-        }
+        given = {call: operands.given(call, rank) for call in self._all_calls()}
         for call in self.calls:
-            wanted = operands.product(call, rank)
-            compare(wanted.values.to(torch.bfloat16), wanted)
+            for wanted in operands.wanted(call, rank).values():
+                compare(wanted.values.to(torch.bfloat16), wanted)
         workspace = rig.workspace(world)
 
-        def make(call: Call, x: torch.Tensor | None = None) -> Outcome:
-            return _make(call, given[call][0] if x is None else x, given[call][1], workspace)
+        def make(call: Call, **others: torch.Tensor) -> Outcome:
+            return _make(call, {**given[call], **others}, operands, workspace)
 
         before = [make(call) for call in self.calls]
         self._expect_right(seen, "before", before, operands)
@@ -127,18 +133,23 @@ class Trouble:
         after = [make(call) for call in self.calls]
         self._expect_right(seen, "after reset", after, operands)
         pairs = zip(before, after, strict=True)
-        seen.repeated = all(same_bits(a.out, b.out) for a, b in pairs)
+        seen.repeated = all(
+            same_bits(a.outs[name], b.outs[name]) for a, b in pairs for name in a.outs
+        )
         if not seen.repeated:
             seen.problems.append("after reset: other bits than before")
         first = self.calls[0]
-        x, w = operands.x(first, rank), operands.w(first, rank)
-        described = first.driver.describe(x, w, workspace, first.options)
+        described = first.driver.describe(given[first], workspace, first.options)
         seen.transport = described.plan.transport
         workspace.destroy()
         return seen
 
     def _other_call(self) -> Call:
-        return replace(self.calls[0], k=self.calls[0].k // 2)
+        """The first call with half of a dimension that is not the tokens."""
+        first = self.calls[0]
+        half = first.driver.other_of(first.shape) // 2
+        m, n, k = first.driver.shape_of(first.tokens, first.n, half)
+        return replace(first, m=m, n=n, k=k)
 
     def _all_calls(self) -> list[Call]:
         other = [self._other_call()] if self.kind == "other_call" else []
@@ -150,7 +161,8 @@ class Trouble:
         if self.kind == "other_call":
             self._expect_told(seen, make(self._other_call()), operands)
         elif self.kind == "bad_argument":
-            outcome = make(call, operands.x(call, seen.rank).float())
+            name = next(iter(call.driver.operands))
+            outcome = make(call, **{name: operands.one(call, name, seen.rank).float()})
             seen.told = str(outcome.error)
             if not isinstance(outcome.error, ArgumentError):
                 seen.problems.append(f"wanted ArgumentError, got {outcome.error!r}")
@@ -162,7 +174,7 @@ class Trouble:
             if outcome.error is not None:
                 seen.problems.append(f"{when}: {outcome.error}")
                 continue
-            error, problem = compare(outcome.out, operands.product(outcome.call, seen.rank))
+            error, problem = compare_all(outcome.outs, operands.wanted(outcome.call, seen.rank))
             seen.error = max(seen.error, error)
             if problem:
                 seen.problems.append(f"{when}: {problem}")
@@ -190,12 +202,10 @@ class Trouble:
             seen.problems.append(f"left after {outcome.seconds:.1f} s instead of {bound:.1f} s")
         if not outcome.returned:
             return
-        product = operands.product(outcome.call, seen.rank)
-        missing = outcome.out.isnan()
-        if not missing.any():
-            seen.problems.append("the failed call left no NaN in its output")
-        exact = product.values.to(torch.bfloat16)
-        _, problem = compare(torch.where(missing, exact, outcome.out), product)
+        wanted = operands.wanted(outcome.call, seen.rank)
+        if not any(out.isnan().any() for out in outcome.outs.values()):
+            seen.problems.append("the failed call left no NaN in its outputs")
+        _, problem = compare_all(known(outcome.outs, wanted), wanted)
         if problem:
             seen.problems.append(f"the failed call left wrong values: {problem}")
 
@@ -211,20 +221,23 @@ class Trouble:
             seen.problems.append("a call after the failure launched a kernel")
 
 
-def _make(call: Call, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace) -> Outcome:
+def _make(
+    call: Call, given: dict[str, torch.Tensor], operands: Operands, workspace: TpSpWorkspace
+) -> Outcome:
     """Makes a call and waits for it."""
     world = workspace.world
-    out = torch.zeros(call.out_shape(world.size), dtype=torch.bfloat16, device=world.device)
+    outs = operands.memory(call, 0.0)
     begin = _seconds(world)
     failed: KosmosError | None = None
     returned = False
     try:
-        call.driver.call(x, w, workspace, out=out, options=call.options)
+        outs = call.driver.call(given, workspace, outs, call.options)
         returned = True
         workspace.synchronize()
     except KosmosError as error:
         failed = error
-    return Outcome(call, out, failed, returned, _seconds(world) - begin)
+    seconds = _seconds(world) - begin
+    return Outcome(call, lasting(outs, workspace), failed, returned, seconds)
 
 
 def _seconds(world: World) -> float:

@@ -50,6 +50,11 @@ class AgGemmOptions:
     traced: bool = False
     force: bool = False
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether the gathered input is returned, too."""
+        return self.layout == "nn" if self.keep_gathered is None else self.keep_gathered
+
 
 def ag_gemm(
     x: torch.Tensor,
@@ -90,12 +95,12 @@ def ag_gemm(
     validate.check_workspace(workspace)
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call("ag_gemm", x, w)):
         options = prepared.chosen_options(AgGemmOptions, options, choices)
-        call = prepared.prepare(_plan, x, w, workspace, options)
+        call = prepared.prepare(_plan, {"x": x, "w": w}, workspace, options)
         m, n, k = call.problem.m, call.problem.n, call.problem.k
         if out is None:
             out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
         else:
-            validate.check_out(out, (m, n), x.device, x, w)
+            validate.check_out("out", out, (m, n), x.device, {"x": x, "w": w})
         kept = None
         if call.decline is None or m == 0:
             x, w = validate.dense(x), validate.dense(w)
@@ -124,7 +129,7 @@ def prepare_ag_gemm(
 ) -> None:
     """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
     w_shape = (n, k) if options.layout == "tn" else (k, n)
-    prepared.warm(ag_gemm, (chunk_rows, k), w_shape, workspace, options)
+    prepared.warm(ag_gemm, ((chunk_rows, k), w_shape), workspace, options)
 
 
 def describe_call(
@@ -135,7 +140,7 @@ def describe_call(
     Raises:
         ArgumentError: as `ag_gemm`.
     """
-    return prepared.describe(_plan, x, w, workspace, options)
+    return prepared.describe(_plan, {"x": x, "w": w}, workspace, options)
 
 
 def _plan(
@@ -153,8 +158,9 @@ def _plan(
     m = x.shape[0] * world.size
     validate.check_room(workspace, m, k)
     with prepared.refusals():
-        keeps = options.layout == "nn" if options.keep_gathered is None else options.keep_gathered
-        problem = AgGemmProblem(m, n, k, world.size, options.layout, keep_gathered=keeps)
+        problem = AgGemmProblem(
+            m, n, k, world.size, options.layout, keep_gathered=options.keeps_gathered
+        )
         make = partial(
             plan_ag_gemm, problem, workspace.machine,
             transport=_transport(problem, workspace, options), policy=options.policy,

@@ -1,84 +1,215 @@
-"""What checks and benchmarks must know of each op: shapes, choices, and the op itself."""
+"""What checks and benchmarks must know of each op: operands, outputs, choices, the op itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call, prepare_ag_gemm
-from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, describe_gemm_rs, gemm_rs, prepare_gemm_rs
+from kosmos_tpsp import exact
+from kosmos_tpsp.exact import Draw, Wanted
+from kosmos_tpsp.ops import custom, prepared
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, describe_gemm_rs, gemm_rs
 from kosmos_tpsp.ops.prepared import Prepared
+from kosmos_tpsp.workspaces import TpSpWorkspace
 
-# (m, n, k) of a call.
+# (m, n, k) of a call's GEMM.
 Shape = tuple[int, int, int]
+Tensors = dict[str, torch.Tensor]
+
+
+class Sizes(NamedTuple):
+    """What the shapes of operands and outputs depend on.
+
+    Attributes:
+        m: rows of the GEMM's output.
+        n: its columns.
+        k: its contraction.
+        ranks: number of ranks.
+        layout: of the GEMM.
+    """
+
+    m: int
+    n: int
+    k: int
+    ranks: int
+    layout: str
+
+
+Shapes = Mapping[str, Callable[[Sizes], tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Driver:
-    """One op; `size` is the number of ranks.
+    """One op.
 
     Attributes:
         name: the op.
+        title: the op as pictures show it.
         options: its choices.
-        orders: its queue orders, the default first.
+        layouts: of its GEMM, the default first.
+        orders: its queue orders, the default first; none where there is nothing to choose.
         policies: its policies, the default first.
         transports: its transports.
-        call: (x, w, workspace, out=, options=) makes a call.
-        describe: (x, w, workspace, options) plans one.
-        prepare: (workspace, x's rows, n, k, options) compiles and loads one. Collective.
-        x_rows: (m, size) rows of x.
-        out_rows: (m, size) rows of the output.
-        width: features of the workspace that a call takes.
         crew: the choice that says how many workgroups move for each peer.
+        tokens: which of m, n and k is shared out among the ranks.
+        operands: its operands in order, and their shapes.
+        outputs: what it returns, in order, and their shapes.
+        into: the outputs that a call with these options may be given memory for, and the arguments
+            that take it.
+        op: (*operands, workspace, options=) makes a call.
+        describe_op: (*operands, workspace, options) plans one.
+        operator: (options) the operator of the dispatcher, which takes (*operands, handle).
+        wanted: what a call must give, in FP64.
+        width: features of the workspace that a call takes.
     """
 
     name: str
+    title: str
     options: type[Any]
+    layouts: tuple[str, ...]
     orders: tuple[str, ...]
     policies: tuple[str, ...]
     transports: tuple[str, ...]
-    call: Callable[..., Any]
-    describe: Callable[..., Prepared]
-    prepare: Callable[..., None]
-    x_rows: Callable[[int, int], int]
-    out_rows: Callable[[int, int], int]
-    width: Callable[[Shape], int]
     crew: str
+    tokens: str
+    operands: Shapes
+    outputs: Shapes
+    into: Callable[[Any], dict[str, str]]
+    op: Callable[..., Any]
+    describe_op: Callable[..., Prepared]
+    operator: Callable[[Any], Callable[..., Any]]
+    wanted: Callable[[Draw, int, int, Any], dict[str, Wanted]]
+    width: Callable[[Shape], int]
+
+    def call(
+        self,
+        given: Mapping[str, torch.Tensor],
+        workspace: TpSpWorkspace,
+        outs: Tensors,
+        options: Any,
+    ) -> Tensors:
+        """Makes a call.
+
+        Args:
+            given: the operands by name.
+            workspace: of the group.
+            outs: memory for outputs, by name; what the op takes none for is left out.
+            options: the choices.
+
+        Returns:
+            The outputs by name, those that the choices leave out missing.
+        """
+        memory = {key: outs[name] for name, key in self.into(options).items() if name in outs}
+        made = self.op(*self._in_order(given), workspace, **memory, options=options)
+        return self.named(made)
+
+    def named(self, made: Any) -> Tensors:
+        """What the op or its operator returned, by name."""
+        found = made if isinstance(made, tuple) else (made,)
+        return {n: t for n, t in zip(self.outputs, found, strict=False) if t is not None}
+
+    def describe(
+        self, given: Mapping[str, torch.Tensor], workspace: TpSpWorkspace, options: Any
+    ) -> Prepared:
+        """The plan and verdict of a call without making it."""
+        return self.describe_op(*self._in_order(given), workspace, options)
+
+    def prepare(self, workspace: TpSpWorkspace, shape: Shape, options: Any) -> None:
+        """Collective: compiles and loads what a call of a shape needs."""
+        shapes = self.operand_shapes(shape, workspace.world.size, options)
+        prepared.warm(self.op, shapes.values(), workspace, options)
+
+    def operand_shapes(self, shape: Shape, size: int, options: Any) -> dict[str, tuple[int, int]]:
+        """Shapes of the operands on each of `size` ranks, by name and in order."""
+        sizes = Sizes(*shape, size, self.layout_of(options))
+        return {name: of(sizes) for name, of in self.operands.items()}
+
+    def output_shapes(self, shape: Shape, size: int, options: Any) -> dict[str, tuple[int, int]]:
+        """Shapes of all outputs on each of `size` ranks, by name and in order."""
+        sizes = Sizes(*shape, size, self.layout_of(options))
+        return {name: of(sizes) for name, of in self.outputs.items()}
+
+    def layout_of(self, options: Any) -> str:
+        """The layout that a call has, chosen or not."""
+        return str(getattr(options, "layout", self.layouts[0]))
+
+    def num_tokens(self, shape: Shape) -> int:
+        """Tokens of a call over all ranks."""
+        return shape["mnk".index(self.tokens)]
+
+    def other_of(self, shape: Shape) -> int:
+        """The one of m and k that is not the tokens."""
+        return shape[2] if self.tokens == "m" else shape[0]
+
+    def shape_of(self, tokens: int, n: int, other: int) -> Shape:
+        """(m, n, k) of a call on so many tokens; `other`: as in `other_of`."""
+        return (tokens, n, other) if self.tokens == "m" else (other, n, tokens)
 
     def remote_bytes(self, shape: Shape, size: int) -> int:
         """Bytes that cross ranks, into and out of each one."""
-        return (size - 1) * _chunk(shape[0], size) * self.width(shape) * 2
+        return (size - 1) * (self.num_tokens(shape) // size) * self.width(shape) * 2
+
+    def _in_order(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [given[name] for name in self.operands]
 
 
-def _chunk(m: int, size: int) -> int:
-    return m // size
+def _weights(s: Sizes) -> tuple[int, int]:
+    return (s.n, s.k) if s.layout == "tn" else (s.k, s.n)
 
 
-def _all(m: int, size: int) -> int:
-    return m
+def _out(options: Any) -> dict[str, str]:
+    return {"out": "out"}
 
 
 DRIVERS = {
     driver.name: driver
     for driver in (
         Driver(
-            "ag_gemm", AgGemmOptions, ("local_first", "chunk_major", "naive"),
-            ("one_way", "two_way", "fixed", "serial"), ("pull", "push"),
-            ag_gemm, describe_call, prepare_ag_gemm,
-            x_rows=_chunk, out_rows=_all, width=lambda shape: shape[2],
+            name="ag_gemm",
+            title="AG+GEMM",
+            options=AgGemmOptions,
+            layouts=("tn", "nn"),
+            orders=("local_first", "chunk_major", "naive"),
+            policies=("one_way", "two_way", "fixed", "serial"),
+            transports=("pull", "push"),
             crew="movers_per_peer",
+            tokens="m",
+            operands={"x": lambda s: (s.m // s.ranks, s.k), "w": _weights},
+            outputs={"out": lambda s: (s.m, s.n), "gathered": lambda s: (s.m, s.k)},
+            into=_out,
+            op=ag_gemm,
+            describe_op=describe_call,
+            operator=lambda options: (
+                custom.ag_gemm_gathered_op if options.keeps_gathered else custom.ag_gemm_op
+            ),
+            wanted=exact.ag_gemm,
+            width=lambda shape: shape[2],
         ),
         Driver(
-            "gemm_rs", GemmRsOptions, ("band_major", "row_major"), ("one_way", "fixed", "serial"),
-            ("push",), gemm_rs, describe_gemm_rs, prepare_gemm_rs,
-            x_rows=_all, out_rows=_chunk, width=lambda shape: shape[1],
+            name="gemm_rs",
+            title="GEMM+RS",
+            options=GemmRsOptions,
+            layouts=("tn",),
+            orders=("band_major", "row_major"),
+            policies=("one_way", "fixed", "serial"),
+            transports=("push",),
             crew="reducers_per_peer",
+            tokens="m",
+            operands={"x": lambda s: (s.m, s.k), "w": _weights},
+            outputs={"out": lambda s: (s.m // s.ranks, s.n)},
+            into=_out,
+            op=gemm_rs,
+            describe_op=describe_gemm_rs,
+            operator=lambda options: custom.gemm_rs_op,
+            wanted=exact.gemm_rs,
+            width=lambda shape: shape[1],
         ),
     )
-}  # fmt: skip
+}
 
 
 def driver_of(options: object) -> Driver:
@@ -86,11 +217,13 @@ def driver_of(options: object) -> Driver:
     return next(d for d in DRIVERS.values() if isinstance(options, d.options))
 
 
-def layout_of(options: Any) -> str:
-    """The layout that a call has, chosen or not."""
-    return str(getattr(options, "layout", "tn"))
+# Choices of any op, for command lines.
+LAYOUTS = tuple(dict.fromkeys(layout for d in DRIVERS.values() for layout in d.layouts))
+ORDERS = tuple(dict.fromkeys(order for d in DRIVERS.values() for order in d.orders))
 
 
-def outputs(made: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(output, kept gathered input or None) of what a call returned."""
-    return made if isinstance(made, tuple) else (made, None)
+def choose(op: str, choices: Mapping[str, Any]) -> Any:
+    """Options of an op from choices of which it may not have all; None leaves a default."""
+    kind = DRIVERS[op].options
+    known = kind.__dataclass_fields__
+    return kind(**{k: v for k, v in choices.items() if k in known and v is not None})

@@ -101,12 +101,12 @@ def gemm_rs(
     validate.check_workspace(workspace)
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call("gemm_rs", x, w)):
         options = prepared.chosen_options(GemmRsOptions, options, choices)
-        call = prepared.prepare(_plan, x, w, workspace, options)
+        call = prepared.prepare(_plan, {"x": x, "w": w}, workspace, options)
         rows, n = x.shape[0] // workspace.world.size, call.problem.n
         if out is None:
             out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
         else:
-            validate.check_out(out, (rows, n), x.device, x, w)
+            validate.check_out("out", out, (rows, n), x.device, {"x": x, "w": w})
         if call.decline is None:
             x, w = validate.dense(x), validate.dense(w)
     if rows == 0:
@@ -129,7 +129,7 @@ def prepare_gemm_rs(
     workspace: TpSpWorkspace, m: int, n: int, k: int, options: GemmRsOptions
 ) -> None:
     """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
-    prepared.warm(gemm_rs, (m, k), (n, k), workspace, options)
+    prepared.warm(gemm_rs, ((m, k), (n, k)), workspace, options)
 
 
 def describe_gemm_rs(
@@ -140,7 +140,7 @@ def describe_gemm_rs(
     Raises:
         ArgumentError: as `gemm_rs`.
     """
-    return prepared.describe(_plan, x, w, workspace, options)
+    return prepared.describe(_plan, {"x": x, "w": w}, workspace, options)
 
 
 def _plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,27 +59,34 @@ class Prepared:
     label: str
 
 
-# (x, w, workspace, options): checks the choices of an op and plans its call.
-Planner = Callable[[torch.Tensor, torch.Tensor, TpSpWorkspace, Any], Prepared]
+# (*operands, workspace, options): checks the choices of an op and plans its call.
+Planner = Callable[..., Prepared]
 
 
 def prepare(
-    plan: Planner, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: Any
+    plan: Planner, given: dict[str, torch.Tensor], workspace: TpSpWorkspace, options: Any
 ) -> Prepared:
-    """The prepared call of an op, planned once for equal shapes and options."""
+    """The prepared call of an op, planned once for equal shapes and options.
+
+    Args:
+        plan: plans it.
+        given: the operands by name, in the order that `plan` takes them.
+        workspace: of the group.
+        options: the choices, of a type that no other op has.
+    """
     try:
         workspace.ensure_usable()
     except WorkspaceError as error:
         raise Rejected(validate.WORKSPACE, error) from error
     device = workspace.world.device
-    validate.check_matrix("x", x, device)
-    validate.check_matrix("w", w, device)
-    key = (x.shape, w.shape, options)
-    return _remembered(workspace, key, lambda: plan(x, w, workspace, options))
+    for name, tensor in given.items():
+        validate.check_matrix(name, tensor, device)
+    key = (*(tensor.shape for tensor in given.values()), options)
+    return _remembered(workspace, key, lambda: plan(*given.values(), workspace, options))
 
 
 def describe(
-    plan: Planner, x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: Any
+    plan: Planner, given: dict[str, torch.Tensor], workspace: TpSpWorkspace, options: Any
 ) -> Prepared:
     """As `prepare`, for a caller whose peers make no call: nobody is told of what is refused.
 
@@ -87,23 +94,24 @@ def describe(
         ArgumentError, WorkspaceError, PeerError: as the op.
     """
     try:
-        return prepare(plan, x, w, workspace, options)
+        return prepare(plan, given, workspace, options)
     except Rejected as rejected:
         raise rejected.error from None
 
 
 def warm(
     op: Callable[..., Any],
-    x_shape: tuple[int, int],
-    w_shape: tuple[int, int],
+    shapes: Iterable[tuple[int, int]],
     workspace: TpSpWorkspace,
     options: Any,
 ) -> None:
-    """Collective: compiles and loads what a call of these shapes needs, then ends in a barrier."""
+    """Collective: compiles and loads what a call on operands of these shapes needs.
+
+    Ends in a barrier.
+    """
     device = workspace.world.device
-    x = torch.zeros(x_shape, dtype=torch.bfloat16, device=device)
-    w = torch.zeros(w_shape, dtype=torch.bfloat16, device=device)
-    op(x, w, workspace, options=options)
+    given = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    op(*given, workspace, options=options)
     workspace.synchronize()
     workspace.world.barrier()
 
@@ -242,10 +250,10 @@ def launch_all(
         world.launch(kernel, plan.cap, args, key, num_warps=warps, num_stages=stages)
 
 
-def shown_call(op: str, x: object, w: object) -> str:
+def shown_call(op: str, *operands: object) -> str:
     """A refused call as error messages show it."""
     kinds = (
-        str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in (x, w)
+        str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in operands
     )
     return f"{op}({', '.join(kinds)})"
 

@@ -5,6 +5,7 @@ Each names the argument, what it got, what it wanted and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,28 +64,34 @@ def check_matrix(name: str, t: torch.Tensor, device: torch.device) -> None:
 
 
 def check_out(
-    out: torch.Tensor, shape: tuple[int, int], device: torch.device, *inputs: torch.Tensor
+    name: str,
+    out: torch.Tensor,
+    shape: tuple[int, int],
+    device: torch.device,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A matrix that the kernel may store to while it and its peers still read the inputs."""
-    check_tensor("out", out)
+    check_tensor(name, out)
     if (
         out.shape != shape
-        or out.dtype != torch.bfloat16
+        or out.dtype != dtype
         or out.device != device
         or not out.is_contiguous()
         or out.data_ptr() % 16
     ):
         raise reject(
             SHAPE,
-            f"out: got {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}, "
-            f"wanted a contiguous, 16-byte aligned torch.bfloat16 {shape} on {device}",
+            f"{name}: got {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}, "
+            f"wanted a contiguous, 16-byte aligned {dtype} {shape} on {device}",
         )
     if out.requires_grad:
-        raise reject(ARGUMENT, "out: got a tensor that requires grad, wanted one that does not")
-    if any(_overlap(out, t) for t in inputs):
+        raise reject(ARGUMENT, f"{name}: got a tensor that requires grad, wanted one that does not")
+    if any(_overlap(out, t) for t in inputs.values()):
         raise reject(
             ARGUMENT,
-            "out: got memory that x or w lies in, wanted memory of its own; clone the input",
+            f"{name}: got memory that {' or '.join(inputs)} lies in, wanted memory of its own; "
+            "clone the input",
         )
 
 

@@ -1,0 +1,189 @@
+"""How each op is computed without fusing: by collective and vendor's GEMM, in part or in sequence.
+
+Everything is written into buffers that are there already, so that the allocator costs a baseline
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from kosmos_core.worlds import World
+from kosmos_core.worlds.group import GroupWorld
+
+from kosmos_tpsp.bench import checking
+from kosmos_tpsp.bench.cases import Case
+from kosmos_tpsp.ops.ag_gemm import ag_gemm
+from kosmos_tpsp.ops.catalog import DRIVERS, Sizes
+from kosmos_tpsp.ops.gemm_rs import gemm_rs
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+Tensors = dict[str, torch.Tensor]
+# Computes something; returns what it has written, by name.
+Call = Callable[[], Tensors]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Operands and buffers of one case on one rank, bfloat16, by name.
+
+    Attributes:
+        case: the case.
+        world: the ranks.
+        given: operands.
+        outs: outputs of the op.
+        scratch: what only the unfused path writes.
+    """
+
+    case: Case
+    world: World
+    given: Tensors
+    outs: Tensors
+    scratch: Tensors
+
+    @classmethod
+    def random(cls, case: Case, world: World, seed: int) -> Data:
+        """Normally distributed operands, different on every rank, buffers NaN."""
+        device = world.device
+        source = torch.Generator(device).manual_seed(seed * 8 + world.rank)
+
+        def normal(shape: tuple[int, int]) -> torch.Tensor:
+            t = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            return t.normal_(generator=source)
+
+        def poison(shape: tuple[int, int]) -> torch.Tensor:
+            return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
+
+        driver, sizes = DRIVERS[case.op], Sizes(*case.shape, world.size, case.layout)
+        return cls(
+            case,
+            world,
+            {name: normal(of(sizes)) for name, of in driver.operands.items()},
+            {name: poison(of(sizes)) for name, of in driver.outputs.items()},
+            {name: poison(of(sizes)) for name, of in UNFUSED[case.op].scratch.items()},
+        )
+
+    def poison(self) -> None:
+        """Fills every buffer with NaN."""
+        for t in (*self.outs.values(), *self.scratch.values()):
+            t.fill_(float("nan"))
+
+    def written(self) -> Tensors:
+        """What the unfused path writes."""
+        return {**self.outs, **self.scratch}
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """One op without fusing.
+
+    Attributes:
+        scratch: what is written on the way besides the outputs.
+        reads: what the GEMM alone reads of what the sequence writes.
+        sequence: collective and GEMM, one after the other.
+        gemm: the vendor's GEMM alone, on what the sequence has left.
+        own_gemm: this package's GEMM alone, on a workspace of one rank.
+        async_tp: torch's own overlapped op; None where it has none.
+        error: (data, outputs, what the sequence has written) relative error of outputs against FP64
+            on sampled rows. Collective.
+    """
+
+    scratch: dict[str, Callable[[Sizes], tuple[int, int]]]
+    reads: tuple[str, ...]
+    sequence: Callable[[Data], Tensors]
+    gemm: Callable[[Data], Tensors]
+    own_gemm: Callable[[Data, TpSpWorkspace], Tensors]
+    async_tp: Callable[[Data, str], Tensors] | None
+    error: Callable[[Data, Tensors, Tensors], float]
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, world: World) -> None:
+    """Gathers the rows of all ranks."""
+    if isinstance(world, GroupWorld):
+        dist.all_gather_into_tensor(out, x, group=world.group)
+    else:
+        out.copy_(world.all_gather_tensor(x))
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, world: World) -> None:
+    """Sums the rows that this rank owns over all ranks."""
+    if isinstance(world, GroupWorld):
+        dist.reduce_scatter_tensor(out, x, group=world.group)
+    else:
+        parts = world.all_to_all_tensor(x).float().chunk(world.size)
+        out.copy_(torch.stack(list(parts)).sum(0))
+
+
+def _weights(data: Data) -> torch.Tensor:
+    w = data.given["w"]
+    return w.t() if data.case.layout == "tn" else w
+
+
+def _ag_gemm_sequence(data: Data) -> Tensors:
+    all_gather(data.outs["gathered"], data.given["x"], data.world)
+    return {**_ag_gemm_gemm(data), "gathered": data.outs["gathered"]}
+
+
+def _ag_gemm_gemm(data: Data) -> Tensors:
+    return {"out": torch.mm(data.outs["gathered"], _weights(data), out=data.outs["out"])}
+
+
+def _ag_gemm_own(data: Data, solo: TpSpWorkspace) -> Tensors:
+    x, out, layout = data.outs["gathered"], data.outs["out"], data.case.layout
+    ag_gemm(x, data.given["w"], solo, out=out, layout=layout, keep_gathered=False, force=True)
+    return {"out": out}
+
+
+def _ag_gemm_async(data: Data, group: str) -> Tensors:
+    # With the gathered input dropped it may choose multicast loads, which are left off here.
+    gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
+        data.given["x"], [_weights(data)], 0, group, return_A=True
+    )
+    return {"out": products[0], "gathered": gathered}
+
+
+def _ag_gemm_error(data: Data, outs: Tensors, written: Tensors) -> float:
+    w, layout = data.given["w"], data.case.layout
+    return checking.fp64_error(outs["out"], written["gathered"], w, layout)
+
+
+def _gemm_rs_sequence(data: Data) -> Tensors:
+    written = _gemm_rs_gemm(data)
+    reduce_scatter(data.outs["out"], data.scratch["product"], data.world)
+    return {**written, "out": data.outs["out"]}
+
+
+def _gemm_rs_gemm(data: Data) -> Tensors:
+    product = data.scratch["product"]
+    return {"product": torch.mm(data.given["x"], _weights(data), out=product)}
+
+
+def _gemm_rs_own(data: Data, solo: TpSpWorkspace) -> Tensors:
+    product = data.scratch["product"]
+    return {"product": gemm_rs(data.given["x"], data.given["w"], solo, out=product, force=True)}
+
+
+def _gemm_rs_async(data: Data, group: str) -> Tensors:
+    out = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        data.given["x"], _weights(data), "sum", 0, group
+    )
+    return {"out": out}
+
+
+def _gemm_rs_error(data: Data, outs: Tensors, written: Tensors) -> float:
+    return checking.fp64_error_of_sum(outs["out"], data.given["x"], data.given["w"], data.world)
+
+
+UNFUSED = {
+    "ag_gemm": Unfused(
+        {}, ("gathered",),
+        _ag_gemm_sequence, _ag_gemm_gemm, _ag_gemm_own, _ag_gemm_async, _ag_gemm_error,
+    ),
+    "gemm_rs": Unfused(
+        {"product": lambda s: (s.m, s.n)}, (),
+        _gemm_rs_sequence, _gemm_rs_gemm, _gemm_rs_own, _gemm_rs_async, _gemm_rs_error,
+    ),
+}  # fmt: skip

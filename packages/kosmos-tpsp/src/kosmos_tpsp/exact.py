@@ -1,0 +1,72 @@
+"""What each operation must give, in FP64, from the operands of all ranks.
+
+One function an operation: (draw, rank, size, options) to its outputs by name. The fused kernels and
+the reference path are both judged by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# (name, rank): an operand of any rank.
+Draw = Callable[[str, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call must give on a rank.
+
+    Attributes:
+        values: matrix, float64; of rows that are only moved, those rows.
+        size: float64 norm of each row, and of all that is rounded on the way to it together.
+        moved: the rows are only moved: equal bit by bit.
+    """
+
+    values: torch.Tensor
+    size: torch.Tensor
+    moved: bool = False
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Wanted:
+        """Of values that are rounded once and for all."""
+        return cls(values, values.double().norm(dim=1))
+
+    @classmethod
+    def rows(cls, rows: torch.Tensor) -> Wanted:
+        """Of rows that are only moved."""
+        return cls(rows, rows.double().norm(dim=1), moved=True)
+
+    @classmethod
+    def sum(cls, parts: list[torch.Tensor]) -> Wanted:
+        """Of a sum whose float64 parts are rounded, too; they may cancel one another."""
+        total = torch.stack(parts).sum(0)
+        return cls(total, sum((p.norm(dim=1) for p in parts), total.norm(dim=1)))
+
+
+def gathered(draw: Draw, name: str, size: int) -> torch.Tensor:
+    """The rows of all ranks, in rank order."""
+    return torch.cat([draw(name, rank) for rank in range(size)])
+
+
+def ag_gemm(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:
+    """The product, and the gathered input where it is kept."""
+    x, w = gathered(draw, "x", size), draw("w", rank).double()
+    product = x.double() @ (w.t() if options.layout == "tn" else w)
+    found = {"out": Wanted.of(product)}
+    if options.keeps_gathered:
+        found["gathered"] = Wanted.rows(x)
+    return found
+
+
+def gemm_rs(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:
+    """The sum over ranks of the products of this rank's rows."""
+    parts = []
+    for source in range(size):
+        x = draw("x", source)
+        own = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
+        parts.append(x[own].double() @ draw("w", source).double().t())
+    return {"out": Wanted.sum(parts)}
