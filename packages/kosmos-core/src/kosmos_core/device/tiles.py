@@ -149,7 +149,7 @@ def scattered_tile(
     `src_rank` of the tile is the rank that owns its rows. band_major: BAND_ROWS tile rows of every
     owner before the next ones, each band swept column by column, in a column the following rank's
     rows first and the own last: what is built at a time goes to all owners, so that the links are
-    in use all the time and not for one wave in WORLD. row_major: owner after owner in rank order, row block by row block.
+    in use all the time. row_major: owner after owner in rank order, row block by row block.
     """
     PER_ROW: tl.constexpr = TILE_ROW_ROWS // BLOCK_M
     if ORDER == ROW_MAJOR:

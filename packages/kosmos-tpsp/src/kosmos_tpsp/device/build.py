@@ -116,7 +116,7 @@ def split_span(k, CONFIG):
 
 @triton.jit
 def store_output(out, chunk, row, tile, acc, CONFIG, TARGET: tl.constexpr):
-    """Rounds a complete tile once and stores it at a row of a chunk; past the chunk's end, nowhere."""
+    """Rounds a complete tile once and stores it at a row of a chunk, or past its end nowhere."""
     store_accumulator(
         out, chunk, row, tile.column * CONFIG.BLOCK_N, acc,
         CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET,
