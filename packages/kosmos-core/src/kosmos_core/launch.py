@@ -59,11 +59,12 @@ class Launcher:
     """Compiled kernels of one process, by (kernel, device, key)."""
 
     def __init__(self) -> None:
-        self._compiled: dict[Hashable, Any] = {}
+        # By the kernel's id, since its hash takes microseconds; beside it, so that it lives on.
+        self._compiled: dict[tuple[int, int, Hashable], tuple[Any, Any]] = {}
 
     def is_loaded(self, kernel: Any, device: int, key: Hashable) -> bool:
         """Whether a launch with this key neither compiles nor loads a module."""
-        return (kernel, device, key) in self._compiled
+        return (id(kernel), device, key) in self._compiled
 
     def load(
         self,
@@ -79,15 +80,15 @@ class Launcher:
         Loading may wait until the GPU is idle: it must not come while a kernel that is running
         waits for this launch.
         """
-        full = (kernel, device, key)
-        compiled = self._compiled.get(full)
-        if compiled is None:
+        full = (id(kernel), device, key)
+        found = self._compiled.get(full)
+        if found is None:
             compiled = kernel.run(
                 *args, grid=(1,), warmup=True, num_warps=num_warps, num_stages=num_stages
             )
             assert compiled.run  # the property loads the module
-            self._compiled[full] = compiled
-        return compiled
+            found = self._compiled[full] = (compiled, kernel)
+        return found[0]
 
     def launch(
         self,
@@ -101,9 +102,11 @@ class Launcher:
         num_stages: int,
     ) -> None:
         """Launches on `stream`; compiles and loads on the first use of a key."""
-        compiled = self._compiled.get((kernel, device, key))
-        if compiled is None:
+        found = self._compiled.get((id(kernel), device, key))
+        if found is None:
             compiled = self.load(kernel, args, key, device, num_warps, num_stages)
+        else:
+            compiled = found[0]
         # Triton's allocator is a context variable, and the caller's own kernels may need theirs:
         # it is set in a copy of the context, which ends with the launch.
         contextvars.copy_context().run(_run, compiled, num_wgs, args, device, stream)

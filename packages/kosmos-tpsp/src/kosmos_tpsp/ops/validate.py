@@ -104,6 +104,8 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
     """First address, and the one past the last; gaps between strided elements count as its own."""
     if t.numel() == 0:
         return 0, 0
+    if t.is_contiguous():
+        return t.data_ptr(), t.data_ptr() + t.nbytes
     reach = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
 
