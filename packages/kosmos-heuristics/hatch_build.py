@@ -1,7 +1,8 @@
 """Build hook: the simulator's native core, where it can be built.
 
-It needs pybind11 in the build environment, CMake and a C++20 compiler. Without one of them the
-wheel is pure Python and the simulator's Python core serves. KOSMOS_SIMULATOR decides:
+It needs CMake and a C++20 compiler; where both are, pybind11 is fetched into the build environment.
+Without one of them the wheel is pure Python and the simulator's Python core serves.
+KOSMOS_SIMULATOR decides:
 
 - ``auto`` (default): build it if everything is at hand, say so if not;
 - ``native``: fetch pybind11 and fail if it cannot be built;
@@ -29,8 +30,9 @@ class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
     """Adds the built extension to the wheel."""
 
     def dependencies(self) -> list[str]:
-        """What the build environment needs: nothing unless the native core is demanded."""
-        return ["pybind11>=2.13"] if _mode() == "native" else []
+        """What the build environment needs: nothing where the core is not wanted or cannot be."""
+        wanted = _mode() == "native" or (_mode() == "auto" and _has_tools())
+        return ["pybind11>=2.13"] if wanted else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the core and register it, or leave the wheel pure."""
@@ -55,6 +57,11 @@ class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the build directory."""
         shutil.rmtree(getattr(self, "_scratch", ""), ignore_errors=True)
+
+
+def _has_tools() -> bool:
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    return bool(shutil.which("cmake")) and any(shutil.which(name) for name in compilers)
 
 
 def _mode() -> str:

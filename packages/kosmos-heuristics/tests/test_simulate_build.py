@@ -59,6 +59,22 @@ def test_without_a_compiler_the_wheel_is_pure_and_says_so(
     assert app.warnings == ["simulator without its native core: no cmake on the PATH"]
 
 
+def test_where_the_tools_are_the_binding_library_is_fetched(
+    hook_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = {"cmake", "g++"}
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.delenv("KOSMOS_SIMULATOR", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    built, _ = hook(hook_module)
+    assert built.dependencies() == ["pybind11>=2.13"]
+    monkeypatch.setenv("KOSMOS_SIMULATOR", "python")
+    assert built.dependencies() == []
+    monkeypatch.delenv("KOSMOS_SIMULATOR")
+    tools.remove("g++")
+    assert built.dependencies() == []
+
+
 def test_a_demanded_core_that_cannot_be_built_fails_the_build(
     hook_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
