@@ -52,6 +52,8 @@ class Region:
         num_elements: elements a rank and copy.
         dtype: element type.
         depth: 2 where the owner refills it before it holds its peers' starts, else 1.
+        poison: bits of an element that has not arrived yet, in a region of 2-byte elements that is
+            polled in its data (`device/sentinel.py`); `reset()` fills it with them. None elsewhere.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Region:
     num_elements: int
     dtype: torch.dtype
     depth: int = 1
+    poison: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -158,9 +161,10 @@ class Workspace:
         for region in self.regions:
             for copy in range(region.depth):
                 name = region.name if region.depth == 1 else f"{region.name}{copy}"
-                self._buffers[region.row + copy] = w.symmetric(
-                    name, region.num_elements, region.dtype
-                )
+                buffer = w.symmetric(name, region.num_elements, region.dtype)
+                self._buffers[region.row + copy] = buffer
+                if region.poison is not None:
+                    w.polled(buffer.local, region.poison)
         words = int(layout.HEADER_WORDS.value) + 2 * self._set_words
         self._control = w.local("control", words, torch.int32)
         self._status = w.host_visible(1)
@@ -232,7 +236,7 @@ class Workspace:
     # ------------------------------------------------------------------ life
 
     def reset(self) -> None:
-        """Zeroes every word, fills the start slots, and revives the workspace after an abort.
+        """Zeroes every word, fills start slots and polled regions, and revives the workspace.
 
         Collective.
         """
@@ -253,6 +257,10 @@ class Workspace:
         self._control[int(layout.RANK.value)] = self.world.rank
         self._set_bound(self.timeout_s)
         self._arrival.local.zero_()
+        for region in self.regions:
+            if region.poison is not None:
+                for copy in range(region.depth):
+                    self.buffer(region.row + copy).view(torch.int16).fill_(region.poison)
         signal = torch.zeros(int(layout.SIGNAL_WORDS.value), dtype=torch.int64)
         ranks = int(layout.MAX_RANKS.value)
         # Fresh slots hold the two epochs before the first: never a value that a call waits for.

@@ -15,7 +15,7 @@ def value(name: str) -> int:
 def test_counters_of_a_set_stand_on_lines_of_their_own() -> None:
     names = (
         "TICKET", "LEAVE", "COPY_QUEUE", "COPY_DONE", "UNIT_QUEUE", "TILE_QUEUE", "KEEP_QUEUE",
-        "SPLIT_QUEUE", "COUNTERS",
+        "SPLIT_QUEUE", "JOIN_QUEUE", "POISON_QUEUE", "COUNTERS",
     )  # fmt: skip
     places = [value(name) for name in names]
     assert all(b - a >= value("LINE") for a, b in pairwise(places))
@@ -34,13 +34,15 @@ def test_signal_words_do_not_overlap() -> None:
 
 
 def test_the_header_has_a_word_for_everything() -> None:
-    header = [value(name) for name in ("EPOCH", "RANK", "RAISED", "BOUND_MS")]
+    names = ("EPOCH", "RANK", "RAISED", "BOUND_MS", "STAGE_TURN", "STAGE_EXTENT")
+    header = [value(name) for name in names] + [value("STAGE_EXTENT") + 1]
     assert len(set(header)) == len(header)
     assert max(header) < value("HEADER_WORDS")
 
 
 def test_rows_of_the_peer_table_are_distinct() -> None:
     rows = [value("SIGNAL"), value("ARRIVAL"), value("SHARD"), value("SHARD") + 1, value("GATHER")]
+    rows += [value("STAGING"), value("STAGING") + 1]
     assert len(set(rows)) == len(rows)
     assert max(rows) < value("NUM_REGIONS")
 

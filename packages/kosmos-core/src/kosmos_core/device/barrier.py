@@ -176,16 +176,28 @@ def start_hold(ctx, call, standing, peer, phase):
 
 
 @triton.jit
+def start_hold_all(ctx, call, standing, phase):
+    """`start_hold` of every peer: all have left the call before."""
+    for step in range(1, ctx.WORLD):
+        peer = peer_at(call.rank, step, ctx.WORLD)
+        standing = start_hold(ctx, call, standing, peer, phase)
+    return standing
+
+
+@triton.jit
 def call_leave(ctx, call, standing):
-    """The last workgroup to leave holds every peer's start, then moves the epoch on."""
-    if elect_last(call.set_ptr + LEAVE, tl.num_programs(0), ctx.TARGET):
-        for step in range(1, ctx.WORLD):
-            peer = peer_at(call.rank, step, ctx.WORLD)
-            standing = start_hold(ctx, call, standing, peer, PHASE_LEAVE)
+    """The last workgroup to leave holds every peer's start, then moves the epoch on.
+
+    Returns whether this one is the last.
+    """
+    last = elect_last(call.set_ptr + LEAVE, tl.num_programs(0), ctx.TARGET)
+    if last:
+        standing = start_hold_all(ctx, call, standing, PHASE_LEAVE)
         word = abort_word(call.signal_ptr)
         if word != 0:
             tl.store(ctx.status_ptr, word)
         tl.store(ctx.control_ptr + EPOCH, call.epoch + 1)
+    return last
 
 
 @triton.jit(do_not_specialize=["code", "reason"])

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kosmos_core.device.sentinel import result_bits
 from kosmos_core.device.target import load_tile, store_tile
 
 TN = tl.constexpr(0)  # X [m, k] times W [n, k] transposed
@@ -47,6 +48,15 @@ def gemm_tile(
 
 
 @triton.jit
+def rounded(acc, POLLED: tl.constexpr):
+    """An fp32 tile rounded once to bf16; as bits where readers poll it."""
+    if POLLED:
+        return result_bits(acc)
+    else:
+        return acc.to(tl.bfloat16)
+
+
+@triton.jit
 def store_accumulator(
     c_view,
     chunk,
@@ -57,16 +67,18 @@ def store_accumulator(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     TARGET: tl.constexpr,
+    POLLED: tl.constexpr = False,
 ):
     """Rounds an fp32 tile once to bf16 and stores it.
 
     SPLITS: column parts it is stored in, 1 or 2; two save shared memory.
+    POLLED: the view is of int16, and readers poll it: no element looks as if it were missing.
     """
     if SPLITS == 1:
-        store_tile(c_view, chunk, row, col, acc.to(tl.bfloat16), BLOCK_M, BLOCK_N, TARGET)
+        store_tile(c_view, chunk, row, col, rounded(acc, POLLED), BLOCK_M, BLOCK_N, TARGET)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         parts = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1)
         left, right = parts.split()
-        store_tile(c_view, chunk, row, col, left.to(tl.bfloat16), BLOCK_M, HALF, TARGET)
-        store_tile(c_view, chunk, row, col + HALF, right.to(tl.bfloat16), BLOCK_M, HALF, TARGET)
+        store_tile(c_view, chunk, row, col, rounded(left, POLLED), BLOCK_M, HALF, TARGET)
+        store_tile(c_view, chunk, row, col + HALF, rounded(right, POLLED), BLOCK_M, HALF, TARGET)

@@ -25,6 +25,7 @@ SIGNAL = tl.constexpr(0)
 ARRIVAL = tl.constexpr(1)
 SHARD = tl.constexpr(2)  # and 3: AG pull, the owner's chunk, by parity of the epoch
 GATHER = tl.constexpr(4)  # push, written by peers: gathered rows (AG), partial sums (RS)
+STAGING = tl.constexpr(5)  # and 6: RS pull, own partial sums for all owners, by turns
 NUM_REGIONS = tl.constexpr(8)
 
 # Control header (int32 words).
@@ -32,6 +33,9 @@ EPOCH = tl.constexpr(0)
 RANK = tl.constexpr(1)
 RAISED = tl.constexpr(2)
 BOUND_MS = tl.constexpr(3)
+STAGE_TURN = tl.constexpr(4)  # calls that have used the staging region
+STAGE_EXTENT = tl.constexpr(5)  # and 6: what is written in each half, in runs of EXTENT_ELEMENTS
+EXTENT_ELEMENTS = tl.constexpr(8)
 HEADER_WORDS = tl.constexpr(32)
 
 # One set of counters. Queue heads and counters that many hit stand on lines of their own.
@@ -45,7 +49,8 @@ TILE_QUEUE = tl.constexpr(160)
 KEEP_QUEUE = tl.constexpr(192)
 SPLIT_QUEUE = tl.constexpr(224)
 JOIN_QUEUE = tl.constexpr(256)
-COUNTERS = tl.constexpr(288)  # arrival words of (source, tile row), then split-K tickets
+POISON_QUEUE = tl.constexpr(288)
+COUNTERS = tl.constexpr(320)  # arrival words of (source, tile row), then split-K tickets
 SET_GRANULE = tl.constexpr(1024)  # a set is a multiple of this, to be zeroed by whole blocks
 
 # Signal words (int64).

@@ -149,6 +149,15 @@ class World(abc.ABC):
         """Tells the world that a tensor that it made is done with."""
         return
 
+    def polled(self, tensor: torch.Tensor, pattern: int) -> None:
+        """Tells the world that kernels poll a tensor in its data.
+
+        Args:
+            tensor: part of a symmetric buffer.
+            pattern: bits of an element that has not arrived yet.
+        """
+        return
+
     def order_after(self, stream: Any) -> None:
         """Makes the current stream wait for all that `stream` holds.
 

@@ -75,6 +75,9 @@ class VirtualCpuWorld(World):
     def release(self, tensor: torch.Tensor) -> None:
         self.executor.memory.release(tensor)
 
+    def polled(self, tensor: torch.Tensor, pattern: int) -> None:
+        self.executor.sentinel(tensor, pattern)
+
     def launch(
         self,
         kernel: Any,
