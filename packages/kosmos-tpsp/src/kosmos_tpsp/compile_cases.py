@@ -17,6 +17,7 @@ from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_core.workspace import control_sizes
 from kosmos_heuristics import load_machine
+from kosmos_heuristics.gemm_rs import SOURCE_UNROLL, UNIT_COLS, UNIT_ROWS
 from kosmos_heuristics.plans import MAX_COPY_DEPTH
 from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
 
@@ -221,13 +222,24 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         ]
         if tile is not machine.tile:
             variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
+        variants += [({"TRANSPORT": PULL, **v}, world, t) for v, world, t in variants if world > 1]
+        unit = UNIT_ROWS * UNIT_COLS[machine.rule_set]
         for changes, world, trace in variants:
-            config = {**base, "REDUCE_ELEMENTS": most_reduced(world), **changes}
+            pulls = changes.get("TRANSPORT") is PULL
+            unroll = min(SOURCE_UNROLL[machine.rule_set], world)
+            most = most_reduced(world, unroll, pulls)
+            config = {
+                **base,
+                "SOURCE_UNROLL": unroll,
+                "REDUCE_ELEMENTS": min(most, unit) if pulls else most,
+                **changes,
+            }
             rows_of = config.pop("ROWS_OF", 16)
             words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
             shape = f"{tile.block_m}x{tile.block_n} world={world} trace={trace}"
             builds = config["PHASE"] is not REDUCE_ONLY
-            sends = builds and world > 1
+            sends = builds and world > 1 and not pulls
+            polls = pulls and config["PHASE"] is not BUILD_ONLY
             yield CompileCase(
                 name=f"gemm_rs {shape} {' '.join(words)}".strip(),
                 kernel=gemm_rs_kernel,
@@ -248,6 +260,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
                     release_sys=1 + sends if world > 1 else 0,
                     release_gpu=1,
                     acquire_sys=1 + sends if world > 1 else 0,
+                    volatile_load=config["SOURCE_UNROLL"] if polls else 0,
                     mma=1 if builds else 0,
                     tma_load=1 if builds and target == "sm_90" else 0,
                     tma_store=1 if builds and target == "sm_90" else 0,

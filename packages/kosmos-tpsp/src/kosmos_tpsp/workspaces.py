@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from kosmos_core.device import layout
+from kosmos_core.device import layout, sentinel
 from kosmos_core.errors import WorkspaceError
 from kosmos_core.workspace import (
     DEFAULT_TIMEOUT_S,
@@ -28,14 +28,34 @@ def _tile_rows(max_tokens: int, world_size: int, machine: Machine) -> int:
     return max(1, -(-chunk // machine.tile_row_rows))
 
 
+def _reduce_transports(
+    chosen: tuple[str, ...] | None, transports: tuple[str, ...], machine: Machine
+) -> tuple[str, ...]:
+    """The transports of reductions: those chosen, or what the machine's rules use."""
+    if chosen is not None:
+        return tuple(chosen)
+    return ("pull", "push") if machine.transport == "pull" and "pull" in transports else ("push",)
+
+
 def _regions(
-    world_size: int, max_tokens: int, max_features: int, transports: tuple[str, ...]
+    world_size: int,
+    max_tokens: int,
+    max_features: int,
+    transports: tuple[str, ...],
+    reduce_transports: tuple[str, ...],
 ) -> list[Region]:
     chunk = -(-max_tokens // world_size) * max_features if world_size > 1 else 8
     regions = [Region("gather", int(layout.GATHER.value), chunk * world_size, torch.bfloat16)]
     if "pull" in transports:
         # Two-deep: the owner refills its shard before it holds its peers' starts.
         regions.insert(0, Region("shard", int(layout.SHARD.value), chunk, torch.bfloat16, depth=2))
+    if "pull" in reduce_transports and world_size > 1:
+        # Two-deep: poison must be older than the start word of the call that polls.
+        staging = Region(
+            "staging", int(layout.STAGING.value), chunk * world_size, torch.bfloat16, depth=2,
+            poison=int(sentinel.SENTINEL.value),
+        )  # fmt: skip
+        regions.append(staging)
     return regions
 
 
@@ -47,6 +67,7 @@ class _Settings:
     max_tokens: int
     max_features: int
     transports: tuple[str, ...]
+    reduce_transports: tuple[str, ...] | None
     timeout_s: float
     first_epoch: int
 
@@ -56,6 +77,7 @@ def _check_sizes(
     max_tokens: int,
     max_features: int,
     transports: tuple[str, ...],
+    reduce_transports: tuple[str, ...] | None,
     trace_events: int,
     first_epoch: int,
 ) -> None:
@@ -70,8 +92,9 @@ def _check_sizes(
         if least is not None and value < least:
             wanted = "a positive number" if least else "0 or more"
             raise WorkspaceError(f"{name}: got {value}, wanted {wanted}")
-    if not transports or set(transports) - set(TRANSPORTS):
-        raise WorkspaceError(f"transports: got {transports}, wanted some of {TRANSPORTS}")
+    for name, some in (("transports", transports), ("reduce_transports", reduce_transports)):
+        if some is not None and (not some or set(some) - set(TRANSPORTS)):
+            raise WorkspaceError(f"{name}: got {some}, wanted some of {TRANSPORTS}")
     if world.fused and world.num_wgs < 2:
         raise WorkspaceError(
             f"world: got {world.num_wgs} workgroups, wanted at least 2 (a mover beside a builder); "
@@ -112,7 +135,10 @@ class TpSpWorkspace(Workspace):
         world: where the ranks live.
         max_tokens: largest number of gathered rows m of any call.
         max_features: largest width k of a gathered row.
-        transports: which transports calls may use; "pull" needs a two-deep shard region.
+        transports: which transports gathers may use; "pull" needs a two-deep shard region.
+        reduce_transports: which transports reductions (`gemm_rs`) may use; "pull" needs a two-deep
+            staging region, 4 * max_tokens * max_features bytes. None takes "pull" only where the
+            machine's rules do and `transports` has it, else "push", which costs nothing more.
         machine: machine model that plans are made for; rank 0's is used by all. None takes the
             world's own.
         timeout_s: bound of every wait.
@@ -131,19 +157,26 @@ class TpSpWorkspace(Workspace):
         max_features: int,
         *,
         transports: tuple[str, ...] = TRANSPORTS,
+        reduce_transports: tuple[str, ...] | None = None,
         machine: Machine | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace_events: int = 0,
         first_epoch: int = 1,
     ) -> None:
         try:
-            _check_sizes(world, max_tokens, max_features, transports, trace_events, first_epoch)
+            _check_sizes(
+                world, max_tokens, max_features, transports, reduce_transports, trace_events,
+                first_epoch,
+            )  # fmt: skip
             chosen = load_machine(machine if machine is not None else (world.machine or "executor"))
             mine = _Settings(
                 kind=type(self).__name__,
                 max_tokens=max_tokens,
                 max_features=max_features,
                 transports=tuple(sorted(set(transports))),
+                reduce_transports=(
+                    None if reduce_transports is None else tuple(sorted(set(reduce_transports)))
+                ),
                 timeout_s=float(timeout_s),
                 first_epoch=first_epoch,
             )
@@ -156,13 +189,16 @@ class TpSpWorkspace(Workspace):
         self.max_tokens = max_tokens
         self.max_features = max_features
         self.transports = tuple(transports)
+        self.reduce_transports = _reduce_transports(
+            reduce_transports, self.transports, self.machine
+        )
         self.prepared: dict[Hashable, Any] = {}
         self.partials: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
         self._calls_without_rows = 0
         super().__init__(
             world,
-            _regions(world.size, max_tokens, max_features, self.transports),
+            _regions(world.size, max_tokens, max_features, self.transports, self.reduce_transports),
             _tile_rows(max_tokens, world.size, self.machine),
             timeout_s=timeout_s,
             trace_events=trace_events,
@@ -179,6 +215,7 @@ class TpSpWorkspace(Workspace):
         max_features: int,
         machine: Machine | str,
         transports: tuple[str, ...] = TRANSPORTS,
+        reduce_transports: tuple[str, ...] | None = None,
     ) -> int:
         """Bytes a rank that a workspace of this size will take when it is created.
 
@@ -186,7 +223,8 @@ class TpSpWorkspace(Workspace):
         splits and stay within the machine's `max_split_k_bytes` a call; `num_bytes()` counts both.
         """
         model = load_machine(machine)
-        regions = _regions(world_size, max_tokens, max_features, transports)
+        reduces = _reduce_transports(reduce_transports, transports, model)
+        regions = _regions(world_size, max_tokens, max_features, transports, reduces)
         return (
             workspace_num_bytes(regions, _tile_rows(max_tokens, world_size, model))
             + NO_PARTIALS * 4
@@ -266,7 +304,7 @@ class TpSpWorkspace(Workspace):
         super().begin(op, call_hash, checks=checks)
 
     def reset(self) -> None:
-        """Zeroes every word and revives the workspace after an abort.
+        """Zeroes every word, poisons the staging region, and revives the workspace after an abort.
 
         Collective.
         """

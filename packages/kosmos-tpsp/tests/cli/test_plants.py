@@ -13,6 +13,7 @@ from kosmos_tpsp.cli.plants import Plant
 MOST_SECONDS = 2.0
 RULES = {
     "publish", "scope", "consume", "epochs", "start and end", "roles", "claims", "bounded waits",
+    "arrival in the data",
 }  # fmt: skip
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from kosmos_core.device.sentinel import SENTINEL
 from kosmos_core.errors import ArgumentError, PeerError, WorkspaceError
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import AgGemmOptions, GemmRsOptions, TpSpWorkspace, ag_gemm, gemm_rs, reference
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.gemm_rs import describe_gemm_rs
+from kosmos_tpsp.workspaces import TRANSPORTS
 
 OnCpu = Callable[..., list[Any]]
 # (rows of a rank, n, k): ragged everywhere, several tile rows, fewer rows than a unit.
@@ -76,7 +78,7 @@ def run(ranks: int, seed: int = 0, wgs: int = 4, vendor: str = "nvidia", **choic
     """Calls of several shapes, one of them twice, with calls of `ag_gemm` between them."""
 
     def host(rank: int, world: World) -> list[Made]:
-        workspace = TpSpWorkspace(world, 1024, 128)
+        workspace = TpSpWorkspace(world, 1024, 128, reduce_transports=TRANSPORTS)
         made = []
         for shape in (*SHAPES, SHAPES[0]):
             made.append(make(workspace, shape, **choices))
@@ -100,41 +102,51 @@ def run(ranks: int, seed: int = 0, wgs: int = 4, vendor: str = "nvidia", **choic
             assert torch.equal(made[0].out, made[-1].out)
 
 
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+@each_transport
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("order", ["band_major", "row_major"])
-def test_shapes_and_orders(ranks: int, order: str) -> None:
-    run(ranks, seed=ranks, order=order)
+def test_shapes_and_orders(ranks: int, order: str, transport: str) -> None:
+    run(ranks, seed=ranks, order=order, transport=transport)
 
 
+@each_transport
 @pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-def test_policies(policy: str, vendor: str) -> None:
+def test_policies(policy: str, vendor: str, transport: str) -> None:
     for seed in range(3):
-        run(3, seed, policy=policy, vendor=vendor)
+        run(3, seed, policy=policy, vendor=vendor, transport=transport)
 
 
+@each_transport
 @pytest.mark.parametrize(("split_k", "wgs"), list(product([1, 2, 4], [2, 5])))
-def test_split_tiles_and_caps(split_k: int, wgs: int) -> None:
-    run(2, split_k, wgs, split_k=split_k)
-    run(3, split_k, 6, split_k=split_k, cap=wgs)
+def test_split_tiles_and_caps(split_k: int, wgs: int, transport: str) -> None:
+    run(2, split_k, wgs, split_k=split_k, transport=transport)
+    run(3, split_k, 6, split_k=split_k, cap=wgs, transport=transport)
 
 
-def test_eight_ranks() -> None:
-    run(8, seed=3)
+@each_transport
+def test_eight_ranks(transport: str) -> None:
+    run(8, seed=3, transport=transport)
 
 
-def test_many_schedules() -> None:
+@each_transport
+def test_many_schedules(transport: str) -> None:
     for seed in range(12):
-        run(2 + seed % 3, 100 + seed, 2 + seed % 4)
+        run(2 + seed % 3, 100 + seed, 2 + seed % 4, transport=transport)
 
 
-@pytest.mark.parametrize("special", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_rows(special: float, on_cpu: OnCpu) -> None:
+# The third has the bits of a missing element; no arithmetic gives it.
+@each_transport
+@pytest.mark.parametrize("special", [0x7FC0, 0x7F80, int(SENTINEL.value)])
+def test_what_is_no_number_stays_in_its_rows(special: int, transport: str, on_cpu: OnCpu) -> None:
     def host(rank: int, world: World) -> torch.Tensor:
-        workspace = TpSpWorkspace(world, 64, 32)
+        workspace = TpSpWorkspace(world, 64, 32, reduce_transports=(transport,))
         x, w = operands(rank, 64, 32, 16)
         if rank == 1:
-            x[33, 5] = special
+            x.view(torch.int16)[33, 5] = special
         out = gemm_rs(x, w, workspace)
         workspace.destroy()
         return out
@@ -215,13 +227,14 @@ def wait_for(x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, **argum
     workspace.synchronize()
 
 
+@each_transport
 @pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
 @pytest.mark.parametrize("kind", ["absent", "other call"])
 def test_a_rank_that_does_not_come_is_named_and_nothing_wrong_is_left(
-    policy: str, kind: str, on_cpu: OnCpu
+    policy: str, kind: str, transport: str, on_cpu: OnCpu
 ) -> None:
     def host(rank: int, world: World) -> bool:
-        workspace = TpSpWorkspace(world, 192, 64, timeout_s=0.5)
+        workspace = TpSpWorkspace(world, 192, 64, timeout_s=0.5, reduce_transports=(transport,))
         made = make(workspace, (40, 64, 32), policy=policy)
         world.barrier()
         out = torch.zeros(40, 64).bfloat16()

@@ -30,7 +30,7 @@ from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
 from kosmos_tpsp.bench.variants import Rig
 from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.registry import call_handle
-from kosmos_tpsp.workspaces import TpSpWorkspace
+from kosmos_tpsp.workspaces import TRANSPORTS, TpSpWorkspace
 
 # A stuck kernel should end a benchmark soon, not after the production bound.
 TIMEOUT_S = 20.0
@@ -65,8 +65,16 @@ def group_rig(cases: Sequence[Case], choices: Any) -> Iterator[Rig]:
     tokens = max(HOST_SHAPE[0], *(c.tokens for c in cases))
     features = max(HOST_SHAPE[2], *(c.width for c in cases))
     timer = EventTimer(world)
-    workspace = TpSpWorkspace(world, tokens, features, timeout_s=TIMEOUT_S)
-    solo = TpSpWorkspace(solo_world, tokens, features, timeout_s=TIMEOUT_S)
+    # The staging region is large: only who asks for it gets it.
+    pulls = choices.transport == "pull" and driver_of(choices).name == "gemm_rs"
+    reduces = TRANSPORTS if pulls else None
+
+    def workspace_of(ranks: World) -> TpSpWorkspace:
+        return TpSpWorkspace(
+            ranks, tokens, features, reduce_transports=reduces, timeout_s=TIMEOUT_S
+        )
+
+    workspace, solo = workspace_of(world), workspace_of(solo_world)
     peaks = transport_peaks(world, workspace.machine, timer)
     yield Rig(world, workspace, timer, choices, solo, peaks)
     # Not after an exception: destroy() is collective, and the peers may not come.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kosmos_core.device import barrier, flags, queue, roles
 
+from kosmos_tpsp.cli.plant_list_pull import PULL_PLANTS
 from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.device import build, gather, gathered
@@ -259,7 +260,7 @@ _STARTS = [
         "no_end_wait",
         "start and end",
         "the last workgroup to leave does not wait for the peers' starts",
-        ((barrier.call_leave, "for step in range(1, ctx.WORLD):", "for step in range(1, 1):"),),
+        ((barrier.call_leave, "start_hold_all(ctx, call, standing, PHASE_LEAVE)", "standing"),),
         shapes=SAME,
         ranks=3,
         choices={"policy": "serial", **PULL},
@@ -446,6 +447,15 @@ _ABORTS = [
 
 PLANTS: dict[str, Plant] = {
     plant.name: plant
-    for plants in (_PUBLISH, _CONSUME, _EPOCHS, _STARTS, _ROLES, _ABORTS, SCATTER_PLANTS)
+    for plants in (
+        _PUBLISH,
+        _CONSUME,
+        _EPOCHS,
+        _STARTS,
+        _ROLES,
+        _ABORTS,
+        SCATTER_PLANTS,
+        PULL_PLANTS,
+    )
     for plant in plants
 }

@@ -17,7 +17,7 @@ from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare_all, 
 from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.prepared import Prepared
-from kosmos_tpsp.workspaces import TpSpWorkspace
+from kosmos_tpsp.workspaces import TRANSPORTS, TpSpWorkspace
 
 if TYPE_CHECKING:
     from kosmos_core.executor import Executor, Mutation
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Calls that are issued before the host waits for any of them, where launches do not block.
 ROUND = 8
 # Regions whose traffic between ranks is the transport; the rest are words and records.
-TRANSPORT_REGIONS = ("shard0", "shard1", "gather")
+TRANSPORT_REGIONS = ("shard0", "shard1", "gather", "staging0", "staging1")
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class Meter:
         self.launches = [0] * world.size
         self.measures = False
         self._bytes = [0] * world.size
+        self._polled: set[tuple[Any, ...]] = set()
         self._world = world
         self._launch = world.launch
         world.launch = self._count_launch  # type: ignore[method-assign]
@@ -75,13 +76,17 @@ class Meter:
         self._launch(kernel, num_wgs, args, key, num_warps=num_warps, num_stages=num_stages)
 
     def _counted(self, make: Callable[..., Any], scheduler: Any) -> Callable[..., Any]:
-        counts = self._bytes
+        counts, polled = self._bytes, self._polled
 
         def count(*arguments: Any) -> Any:
             access = make(*arguments)
             region, wg = access.region, scheduler.current
             if region.name in TRANSPORT_REGIONS and wg.rank != region.rank:
-                counts[wg.rank] += access.nbytes
+                # What is polled in its data is read until it is there, and moved once.
+                poll = (wg, region, access.lo, access.hi)
+                if region.sentinel is None or poll not in polled:
+                    counts[wg.rank] += access.nbytes
+                    polled.add(poll)
             return access
 
         return count
@@ -123,16 +128,20 @@ class Rig:
 
     def workspace(self, world: World) -> TpSpWorkspace:
         """Collective: a workspace that all calls fit in, its regions full of NaN."""
+        reduces = any(call.op == "gemm_rs" for call in self.calls)
         workspace = TpSpWorkspace(
             world,
             max([world.size, *(call.tokens for call in self.calls)]),
             max([8, *(call.driver.width(call.shape) for call in self.calls)]),
+            reduce_transports=TRANSPORTS if reduces else None,
             machine=self.machine,
             timeout_s=self.timeout_s,
             first_epoch=self.first_epoch,
         )
         # Whatever is read before it has been written shows.
         for region in workspace.regions if world.fused else ():
+            if region.poison is not None:
+                continue  # what is missing there shows anyhow
             for copy in range(region.depth):
                 workspace.buffer(region.row + copy).fill_(float("nan"))
         world.barrier()

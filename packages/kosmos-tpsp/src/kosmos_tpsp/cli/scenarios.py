@@ -199,6 +199,7 @@ def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
     return GemmRsOptions(
         policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
         order=rng.choice(("band_major", "band_major", "row_major")),
+        transport=rng.choice(("pull", "pull", "push", None)),
         reducers_per_peer=rng.choice((None, None, 1, 2, 3)),
         split_k=split_k,
     )

@@ -115,11 +115,16 @@ def split_span(k, CONFIG):
 
 
 @triton.jit
-def store_output(out, chunk, row, tile, acc, CONFIG, TARGET: tl.constexpr):
-    """Rounds a complete tile once and stores it at a row of a chunk, or past its end nowhere."""
+def store_output(
+    out, chunk, row, tile, acc, CONFIG, TARGET: tl.constexpr, POLLED: tl.constexpr = False
+):
+    """Rounds a complete tile once and stores it at a row of a chunk, or past its end nowhere.
+
+    POLLED: the output is polled in its data, and its view is of int16.
+    """
     store_accumulator(
         out, chunk, row, tile.column * CONFIG.BLOCK_N, acc,
-        CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET,
+        CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, TARGET, POLLED,
     )  # fmt: skip
 
 

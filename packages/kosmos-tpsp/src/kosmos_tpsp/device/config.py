@@ -75,6 +75,7 @@ class GemmRsConfig(NamedTuple):
     PHASE: tl.constexpr
     SLICES: tl.constexpr
     REDUCE_ELEMENTS: tl.constexpr
+    SOURCE_UNROLL: tl.constexpr
     TILE_ROW_ROWS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr

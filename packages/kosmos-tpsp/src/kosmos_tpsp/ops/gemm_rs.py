@@ -23,7 +23,7 @@ LAYOUT = "tn"
 ORDERS = {"band_major": 0, "row_major": 1}
 # What the kernel has of what plans know.
 GEMM_RS_POLICIES = ("one_way", "fixed", "serial")
-GEMM_RS_TRANSPORTS = ("push",)
+GEMM_RS_TRANSPORTS = ("pull", "push")
 # Elements that a mover adds up at once: of each source, and of all; more would spill registers.
 REDUCED_OF_EACH = 8192
 REDUCED_OF_ALL = 32768
@@ -37,7 +37,7 @@ class GemmRsOptions:
         cap: most workgroups to use.
         policy: "one_way", "fixed" or "serial".
         order: "band_major" or "row_major".
-        transport: "push".
+        transport: "pull" or "push".
         reducers_per_peer: crew size for each peer.
         split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
         traced: record role spans into the workspace's trace buffer.
@@ -54,9 +54,15 @@ class GemmRsOptions:
     force: bool = False
 
 
-def most_reduced(world_size: int) -> int:
-    """Elements of each source that a mover adds up at once, a power of two."""
-    return min(REDUCED_OF_EACH, REDUCED_OF_ALL >> (world_size - 1).bit_length())
+def most_reduced(world_size: int, source_unroll: int, pulls: bool) -> int:
+    """Elements of each source that a mover adds up at once, a power of two.
+
+    Pushed, it loads all sources at once; pulled, `source_unroll`, and where those are all there is
+    no sum beside them yet.
+    """
+    if not pulls:
+        return min(REDUCED_OF_EACH, REDUCED_OF_ALL >> (world_size - 1).bit_length())
+    return 2 * REDUCED_OF_EACH if world_size <= source_unroll <= 2 else REDUCED_OF_EACH
 
 
 def gemm_rs(
@@ -149,7 +155,9 @@ def _plan(
     validate.check_types(options, "reducers_per_peer")
     validate.check_choice("policy", options.policy, GEMM_RS_POLICIES)
     validate.check_choice("order", options.order, tuple(ORDERS))
-    validate.check_choice("transport", options.transport, GEMM_RS_TRANSPORTS, optional=True)
+    validate.check_choice(
+        "transport", options.transport, workspace.reduce_transports, optional=True
+    )
     validate.check_split_k(options.split_k)
     world, m = workspace.world, x.shape[0]
     n, k = prepared.features(x, w, LAYOUT)
@@ -163,9 +171,8 @@ def _plan(
         problem = GemmRsProblem(m, n, k, world.size)
         make = partial(
             plan_gemm_rs, problem, workspace.machine,
-            transport=options.transport or GEMM_RS_TRANSPORTS[0], policy=options.policy,
-            order=options.order, reducers_per_peer=options.reducers_per_peer,
-            split_k=options.split_k,
+            transport=_transport(workspace, options), policy=options.policy, order=options.order,
+            reducers_per_peer=options.reducers_per_peer, split_k=options.split_k,
         )  # fmt: skip
         plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
     label = f"gemm_rs {LAYOUT} m={m} n={n} k={k}"
@@ -179,6 +186,12 @@ def _plan(
     return Prepared(problem, plan, decline, call_hash, configs, keys, label)
 
 
+def _transport(workspace: TpSpWorkspace, options: GemmRsOptions) -> str | None:
+    if options.transport is None and len(workspace.reduce_transports) == 1:
+        return workspace.reduce_transports[0]
+    return options.transport
+
+
 def _configs(
     problem: GemmRsProblem, plan: GemmRsPlan, tile_row_rows: int, options: GemmRsOptions
 ) -> tuple[GemmRsConfig, ...]:
@@ -189,8 +202,12 @@ def _configs(
         PHASE=codes.FUSED,
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
         REDUCE_ELEMENTS=tl.constexpr(
-            min(most_reduced(problem.world_size), plan.unit_rows * plan.unit_cols)
+            min(
+                most_reduced(problem.world_size, plan.source_unroll, plan.transport == "pull"),
+                plan.unit_rows * plan.unit_cols,
+            )
         ),
+        SOURCE_UNROLL=tl.constexpr(plan.source_unroll),
         TILE_ROW_ROWS=tl.constexpr(tile_row_rows),
         BAND_ROWS=tl.constexpr(max(1, plan.band_rows // tile_row_rows)),
     )
