@@ -223,6 +223,9 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         if tile is not machine.tile:
             variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
         variants += [({"TRANSPORT": PULL, **v}, world, t) for v, world, t in variants if world > 1]
+        if tile is machine.tile:
+            # The last ranks polled are fewer than are polled at a time.
+            variants.append(({"TRANSPORT": PULL}, 3, 0))
         unit = UNIT_ROWS * UNIT_COLS[machine.rule_set]
         for changes, world, trace in variants:
             pulls = changes.get("TRANSPORT") is PULL

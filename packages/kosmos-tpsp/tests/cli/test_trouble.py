@@ -13,6 +13,7 @@ from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import KINDS, Trouble
 from kosmos_tpsp.device import build
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
 CHOICES: tuple[dict[str, Any], ...] = (
     {"transport": "pull"},
@@ -25,9 +26,11 @@ CHOICES: tuple[dict[str, Any], ...] = (
 )
 
 
-def problems(kind: str, size: int, seed: int, *mutations: Mutation, **choices: Any) -> list[str]:
+def problems(
+    kind: str, size: int, seed: int, *mutations: Mutation, op: Any = AgGemmOptions, **choices: Any
+) -> list[str]:
     """What one schedule of trouble shows that must not be."""
-    options = AgGemmOptions(**choices)
+    options = op(**choices)
     calls = [Call(40 * size, 24, 32, 0, options), Call(24 * size, 24, 16, 0, options)]
     run, seen = trouble_on_cpu(
         Trouble(calls, victim=seed % size, kind=kind, seed=seed),
@@ -52,8 +55,18 @@ def test_whatever_the_choices_are(kind: str, choices: dict[str, Any]) -> None:
     assert problems(kind, 3, 8, **choices) == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["one_way", "serial"])
+@pytest.mark.parametrize("transport", ["pull", "push"])
+def test_whatever_a_reduction_is_like(kind: str, policy: str, transport: str) -> None:
+    for seed in (8, 9):
+        found = problems(kind, 3, seed, op=GemmRsOptions, policy=policy, transport=transport)
+        assert found == []
+
+
 def test_eight_ranks() -> None:
     assert problems("killed", 8, 5) == []
+    assert problems("killed", 8, 5, op=GemmRsOptions, transport="pull") == []
 
 
 def test_values_of_an_aborted_call_that_are_neither_right_nor_nan_are_seen() -> None:

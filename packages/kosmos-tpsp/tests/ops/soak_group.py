@@ -40,6 +40,9 @@ SCATTER_CHOICES = (
     {"policy": "serial"},
     {"order": "row_major"},
     {"policy": "fixed", "split_k": 2},
+    {"transport": "pull"},
+    {"transport": "pull", "policy": "serial"},
+    {"transport": "pull", "policy": "fixed", "split_k": 2, "order": "row_major"},
 )
 
 

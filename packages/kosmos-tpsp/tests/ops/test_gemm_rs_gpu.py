@@ -28,6 +28,8 @@ OPTIONS: tuple[Any, ...] = (
     # Its rows land where the partial sums do.
     AgGemmOptions(transport="push"),
     GemmRsOptions(split_k=2),
+    GemmRsOptions(transport="pull"),
+    GemmRsOptions(transport="pull", policy="serial", order="row_major"),
 )
 DATA = 3
 MAX_SLEEP = 1 << 22
@@ -57,17 +59,23 @@ def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit() -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["pull", "push"])
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_check_passes(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_passes(size: int, transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["check", "gemm_rs", "--world", f"gpu:{size}", "--m", "2048", "--n", "520"]
+    arguments += ["--transport", transport]
     assert main([*arguments, "--k", "520", "--delay", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert all(case["path"] == "fused" and case["passed"] for case in report["cases"])
 
 
 @pytest.mark.gpu
-def test_a_killed_rank_is_named_within_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("transport", ["pull", "push"])
+def test_a_killed_rank_is_named_within_the_bound(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["check", "gemm_rs", "--world", "gpu:8", "--m", "1024", "--n", "256", "--k", "256"]
+    arguments += ["--transport", transport]
     assert main([*arguments, "--kill-rank", "3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert all("for rank 3" in text for text in report["errors"])
