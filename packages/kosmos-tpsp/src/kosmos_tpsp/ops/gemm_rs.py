@@ -229,12 +229,12 @@ def _arguments(
     plan, problem = call.plan, call.problem
     landing = workspace.buffer(int(words.GATHER.value)) if workspace.world.size > 1 else out
     ops = ScatterOperands(x, w, out, landing, workspace.partials)
+    movers, most = plan.num_movers, plan.max_movers
     # A launch that only builds, or only adds up, has all its workgroups do it.
-    movers, most = {
-        codes.FUSED: (plan.num_movers, plan.max_movers),
-        codes.BUILD_ONLY: (0, 0),
-        codes.REDUCE_ONLY: (plan.cap, plan.cap),
-    }[config.PHASE]
+    if config.PHASE is codes.BUILD_ONLY:
+        movers = most = 0
+    elif config.PHASE is codes.REDUCE_ONLY:
+        movers = most = plan.cap
     call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.REDUCE_ONLY)
     return (
         ops, workspace.context(traced), problem.m, problem.n, problem.k, movers, most,
