@@ -9,18 +9,23 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import triton.language as tl
 from kosmos_core.device.barrier import agree_kernel, fault_kernel
-from kosmos_core.device.layout import Context
 from kosmos_core.device.roles import FIXED, ONE_WAY, TWO_WAY
-from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
-from kosmos_core.workspace import control_sizes
 from kosmos_heuristics import load_machine
 from kosmos_heuristics.gemm_rs import SOURCE_UNROLL, UNIT_COLS, UNIT_ROWS
 from kosmos_heuristics.plans import MAX_COPY_DEPTH
 from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
 
+from kosmos_tpsp.compile_bulk import bulk_ag_cases
+from kosmos_tpsp.compile_parts import (
+    CONTEXT_POINTERS,
+    ROWS_OF_8,
+    case,
+    constexprs,
+    context,
+    tile_constants,
+)
 from kosmos_tpsp.device.config import (
     BUILD_ONLY,
     FUSED,
@@ -32,7 +37,6 @@ from kosmos_tpsp.device.config import (
     GemmRsConfig,
     Operands,
     ScatterOperands,
-    store_splits,
 )
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
@@ -40,10 +44,10 @@ from kosmos_tpsp.ops.gemm_rs import most_reduced
 
 # Machine model whose tiles and settings a target compiles with.
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
-CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
+AG_OPERANDS = Operands._make(["*bf16"] * 5 + ["*fp32"])
+RS_OPERANDS = ScatterOperands._make(["*bf16"] * 4 + ["*fp32"])
+AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
-# Marks a case whose n and k are multiples of 8, not 16: triton specialises them on 16.
-ROWS_OF_8 = {"ROWS_OF": 8}
 
 
 def compile_cases() -> list[CompileCase]:
@@ -52,19 +56,9 @@ def compile_cases() -> list[CompileCase]:
     for target, machine in TARGETS.items():
         cases += _ag_gemm_cases(target, machine)
         cases += _gemm_rs_cases(target, machine)
+        cases += bulk_ag_cases(target, machine)
         cases += _small_cases(target)
     return cases
-
-
-def _values(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v if isinstance(v, tl.constexpr) else tl.constexpr(v) for k, v in values.items()}
-
-
-def _context(target: str, world: int, trace: int = 0) -> Context:
-    stride, set_words, arrival_words = control_sizes(128)
-    vendor = AMD if target.startswith("gfx") else NVIDIA
-    constants = (world, set_words, arrival_words, stride, int(vendor.value), trace)
-    return Context("*i64", "*i32", "*i64", "*i64", *(tl.constexpr(c) for c in constants))
 
 
 def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
@@ -72,6 +66,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
     xcds = machine.num_xcds
     for tile in machine.tiles:
         base: dict[str, Any] = {
+            **tile_constants(machine, tile),
             "TRANSPORT": PUSH,
             "LAYOUT": 0,
             "ORDER": 0,
@@ -80,20 +75,10 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "KEEP_GATHERED": 0,
             "SLICES": 4,
             "COPY_DEPTH": MAX_COPY_DEPTH,
-            "TILE_ROW_ROWS": machine.tile_row_rows,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "STAGES": tile.num_stages,
             "GROUP_M": 8,
             "GROUP_ROWS": 1,
-            "SPLIT_K": 1,
             "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
             "XCDS": xcds,
-            "XCD_RUN": 4,
-            "STORE_SPLITS": store_splits(tile.block_n),
-            "EVEN_K": 1,
-            "EVEN_N": 1,
         }
         variants: list[tuple[dict[str, Any], int, int]] = [
             ({"TRANSPORT": t, "LAYOUT": layout, "KEEP_GATHERED": keep, "SPLIT_K": split}, 2, 0)
@@ -132,39 +117,11 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             elements = copy_step_bytes(machine, transport) // 2
             config = {**base, **changes, "COPY_ELEMENTS": elements}
             rows_of = config.pop("ROWS_OF", 16)
-            yield _ag_gemm_case(target, config, changes, tile, world, trace, rows_of)
-
-
-def _ag_gemm_case(
-    target: str,
-    config: dict[str, Any],
-    changes: dict[str, Any],
-    tile: Any,
-    world: int,
-    trace: int,
-    rows_of: int,
-) -> CompileCase:
-    words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
-    name = f"ag_gemm {tile.block_m}x{tile.block_n} world={world} trace={trace} " + " ".join(words)
-    return CompileCase(
-        name=name.strip(),
-        kernel=ag_gemm_kernel,
-        signature={
-            "ops": Operands("*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32"),
-            "ctx": _context(target, world, trace),
-            **dict.fromkeys(("m", "n", "k", "num_movers", "split_tiles", "call_hash"), "i32"),
-            "CONFIG": AgGemmConfig(**_values(config)),
-        },
-        divisible_by_16=(
-            *(f"ops.{f}" for f in Operands._fields),
-            *(f"ctx.{f}" for f in CONTEXT_POINTERS),
-            *(("n", "k") if rows_of == 16 else ()),
-        ),
-        target=target,
-        # What `World.launch` passes, and no more.
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        expect=_expected(target, config, world),
-    )
+            yield case(
+                ag_gemm_kernel, target, tile, AG_OPERANDS, AG_COUNTS,
+                constexprs(AgGemmConfig, config), changes, world, trace, rows_of,
+                _expected(target, config, world),
+            )  # fmt: skip
 
 
 def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
@@ -190,25 +147,14 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
     machine = load_machine(machine_name)
     for tile in machine.tiles:
         base: dict[str, Any] = {
+            **tile_constants(machine, tile),
             "TRANSPORT": PUSH,
             "LAYOUT": 0,
             "ORDER": 0,
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "SLICES": 16,
-            "TILE_ROW_ROWS": machine.tile_row_rows,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "STAGES": tile.num_stages,
             "BAND_ROWS": 1,
-            "SPLIT_K": 1,
-            "CLAIM_RUN": 1,
-            "XCDS": 1,
-            "XCD_RUN": 4,
-            "STORE_SPLITS": store_splits(tile.block_n),
-            "EVEN_K": 1,
-            "EVEN_N": 1,
         }
         variants: list[tuple[dict[str, Any], int, int]] = [
             *(({"SPLIT_K": split}, world, 0) for split in (1, 2, 4) for world in (1, 2, 8)),
@@ -238,28 +184,13 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
                 **changes,
             }
             rows_of = config.pop("ROWS_OF", 16)
-            words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
-            shape = f"{tile.block_m}x{tile.block_n} world={world} trace={trace}"
             builds = config["PHASE"] is not REDUCE_ONLY
             sends = builds and world > 1 and not pulls
             polls = pulls and config["PHASE"] is not BUILD_ONLY
-            yield CompileCase(
-                name=f"gemm_rs {shape} {' '.join(words)}".strip(),
-                kernel=gemm_rs_kernel,
-                signature={
-                    "ops": ScatterOperands("*bf16", "*bf16", "*bf16", "*bf16", "*fp32"),
-                    "ctx": _context(target, world, trace),
-                    **dict.fromkeys(RS_COUNTS, "i32"),
-                    "CONFIG": GemmRsConfig(**_values(config)),
-                },
-                divisible_by_16=(
-                    *(f"ops.{f}" for f in ScatterOperands._fields),
-                    *(f"ctx.{f}" for f in CONTEXT_POINTERS),
-                    *(("n", "k") if rows_of == 16 else ()),
-                ),
-                target=target,
-                options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-                expect=Expectations(
+            yield case(
+                gemm_rs_kernel, target, tile, RS_OPERANDS, RS_COUNTS,
+                constexprs(GemmRsConfig, config), changes, world, trace, rows_of,
+                Expectations(
                     release_sys=1 + sends if world > 1 else 0,
                     release_gpu=1,
                     acquire_sys=1 + sends if world > 1 else 0,
@@ -268,7 +199,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
                     tma_load=1 if builds and target == "sm_90" else 0,
                     tma_store=1 if builds and target == "sm_90" else 0,
                 ),
-            )
+            )  # fmt: skip
 
 
 def _small_cases(target: str) -> Iterator[CompileCase]:
@@ -276,7 +207,7 @@ def _small_cases(target: str) -> Iterator[CompileCase]:
         yield CompileCase(
             name=kernel.fn.__name__,
             kernel=kernel,
-            signature={"ctx": _context(target, 8), **dict.fromkeys(extra, "i32")},
+            signature={"ctx": context(target, 8), **dict.fromkeys(extra, "i32")},
             divisible_by_16=tuple(f"ctx.{f}" for f in CONTEXT_POINTERS),
             target=target,
             options={"num_warps": 8, "num_stages": 1},

@@ -70,3 +70,9 @@ def gemm_rs(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]
         own = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
         parts.append(x[own].double() @ draw("w", source).double().t())
     return {"out": Wanted.sum(parts)}
+
+
+def bulk_ag(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:
+    """The gathered rows, and the product beside them."""
+    product = draw("dy", rank).double() @ draw("w", rank).double()
+    return {"gathered": Wanted.rows(gathered(draw, "x", size)), "dx": Wanted.of(product)}

@@ -46,3 +46,22 @@ def gemm_rs(x: torch.Tensor, w: torch.Tensor, world: World) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total.to(x.dtype)
+
+
+def bulk_ag(
+    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, world: World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All-gather of one operand, and a GEMM of two others.
+
+    Args:
+        x: [chunk_rows, n], this rank's rows.
+        dy: [m, k], all rows with this rank's part of the width.
+        w: [k, n].
+        world: the ranks.
+
+    Returns:
+        (gathered [chunk_rows * world size, n], dx = dy @ w [m, n]) in x's dtype.
+
+    Communication: one all-gather of x.
+    """
+    return world.all_gather_tensor(x), dy @ w

@@ -43,9 +43,14 @@ def _regions(
     max_features: int,
     transports: tuple[str, ...],
     reduce_transports: tuple[str, ...],
+    handover: bool,
 ) -> list[Region]:
     chunk = -(-max_tokens // world_size) * max_features if world_size > 1 else 8
     regions = [Region("gather", int(layout.GATHER.value), chunk * world_size, torch.bfloat16)]
+    if handover and world_size > 1:
+        # One copy: its owner overwrites it with its peers' starts held.
+        row = int(layout.HANDOVER.value)
+        regions.append(Region("handover", row, chunk * world_size, torch.bfloat16))
     if "pull" in transports:
         # Two-deep: the owner refills its shard before it holds its peers' starts.
         regions.insert(0, Region("shard", int(layout.SHARD.value), chunk, torch.bfloat16, depth=2))
@@ -68,6 +73,7 @@ class _Settings:
     max_features: int
     transports: tuple[str, ...]
     reduce_transports: tuple[str, ...] | None
+    handover: bool
     timeout_s: float
     first_epoch: int
 
@@ -139,6 +145,7 @@ class TpSpWorkspace(Workspace):
         reduce_transports: which transports reductions (`gemm_rs`) may use; "pull" needs a two-deep
             staging region, 4 * max_tokens * max_features bytes. None takes "pull" only where the
             machine's rules do and `transports` has it, else "push", which costs nothing more.
+        handover: keep a region for what `bulk_ag` hands to `bulk_rs` without a copy.
         machine: machine model that plans are made for; rank 0's is used by all. None takes the
             world's own.
         timeout_s: bound of every wait.
@@ -158,6 +165,7 @@ class TpSpWorkspace(Workspace):
         *,
         transports: tuple[str, ...] = TRANSPORTS,
         reduce_transports: tuple[str, ...] | None = None,
+        handover: bool = True,
         machine: Machine | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace_events: int = 0,
@@ -177,6 +185,7 @@ class TpSpWorkspace(Workspace):
                 reduce_transports=(
                     None if reduce_transports is None else tuple(sorted(set(reduce_transports)))
                 ),
+                handover=bool(handover),
                 timeout_s=float(timeout_s),
                 first_epoch=first_epoch,
             )
@@ -198,12 +207,22 @@ class TpSpWorkspace(Workspace):
         self._calls_without_rows = 0
         super().__init__(
             world,
-            _regions(world.size, max_tokens, max_features, self.transports, self.reduce_transports),
+            _regions(
+                world.size,
+                max_tokens,
+                max_features,
+                self.transports,
+                self.reduce_transports,
+                handover,
+            ),
             _tile_rows(max_tokens, world.size, self.machine),
             timeout_s=timeout_s,
             trace_events=trace_events,
             first_epoch=first_epoch,
         )
+        row = int(layout.HANDOVER.value)
+        has_one = world.fused and any(region.row == row for region in self.regions)
+        self._handover = self.buffer(row) if has_one else None
         # Calls that split nothing pass it too, the first of them perhaps in a graph capture, where
         # nothing may be allocated.
         self.reserve_partials(1, 1, 0, 0)
@@ -216,6 +235,7 @@ class TpSpWorkspace(Workspace):
         machine: Machine | str,
         transports: tuple[str, ...] = TRANSPORTS,
         reduce_transports: tuple[str, ...] | None = None,
+        handover: bool = True,
     ) -> int:
         """Bytes a rank that a workspace of this size will take when it is created.
 
@@ -224,7 +244,7 @@ class TpSpWorkspace(Workspace):
         """
         model = load_machine(machine)
         reduces = _reduce_transports(reduce_transports, transports, model)
-        regions = _regions(world_size, max_tokens, max_features, transports, reduces)
+        regions = _regions(world_size, max_tokens, max_features, transports, reduces, handover)
         return (
             workspace_num_bytes(regions, _tile_rows(max_tokens, world_size, model))
             + NO_PARTIALS * 4
@@ -264,6 +284,40 @@ class TpSpWorkspace(Workspace):
             return 0
         held = [t for t in (self.partials, *self._outgrown) if t is not None]
         return super().num_bytes() + sum(t.numel() * t.element_size() for t in held)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it has a handover region: not alone, not unfused, not if made without one."""
+        return self._handover is not None
+
+    def handover(self, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns] bfloat16 that one call leaves here for the next to reduce over ranks.
+
+        A view of symmetric memory, from its beginning, the same each time: `bulk_ag` writes it
+        with every peer's start held, peers read it in place in a later call, under this rank's
+        start of that call. Alone, or in the reference world, it is a new tensor.
+
+        Raises:
+            WorkspaceError: there is none, or it is too small.
+        """
+        if self.world.size == 1 or not self.world.fused:
+            return torch.empty((rows, columns), dtype=torch.bfloat16, device=self.world.device)
+        if self._handover is None or rows * columns > self._handover.numel():
+            held = "none" if self._handover is None else f"{self._handover.numel()} elements"
+            raise WorkspaceError(
+                f"handover: got {held}, wanted room for [{rows}, {columns}]; create the workspace "
+                "with handover=True and larger sizes on every rank"
+            )
+        return self._handover[: rows * columns].view(rows, columns)
+
+    def is_handover(self, t: torch.Tensor) -> bool:
+        """Whether a tensor is the view that `handover` gives of its shape."""
+        return (
+            self._handover is not None
+            and t.data_ptr() == self._handover.data_ptr()
+            and t.dtype == torch.bfloat16
+            and t.is_contiguous()
+        )
 
     def holds(self, t: torch.Tensor) -> bool:
         """Whether a tensor lies in the workspace's memory, where later calls may overwrite it."""
@@ -322,4 +376,5 @@ class TpSpWorkspace(Workspace):
             # Only now: until the base class has synchronised, calls may still use the partials.
             self.prepared.clear()
             self.partials = None
+            self._handover = None
             self._outgrown.clear()

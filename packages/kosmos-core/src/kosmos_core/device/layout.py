@@ -26,6 +26,7 @@ ARRIVAL = tl.constexpr(1)
 SHARD = tl.constexpr(2)  # and 3: AG pull, the owner's chunk, by parity of the epoch
 GATHER = tl.constexpr(4)  # push, written by peers: gathered rows (AG), partial sums (RS)
 STAGING = tl.constexpr(5)  # and 6: RS pull, own partial sums for all owners, by turns
+HANDOVER = tl.constexpr(7)  # written by its owner with every peer's start held, read by peers later
 NUM_REGIONS = tl.constexpr(8)
 
 # Control header (int32 words).

@@ -53,6 +53,18 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def swept_tile(index, blocks, columns, GROUP_M: tl.constexpr):
+    """(row block, column) of tile `index` of a plain GEMM.
+
+    Bands of GROUP_M of the `blocks` row blocks, each swept column by column.
+    """
+    band = GROUP_M * columns
+    first = index // band * GROUP_M
+    size = tl.minimum(blocks - first, GROUP_M)
+    return first + (index % band) % size, (index % band) // size
+
+
+@triton.jit
 def num_gathered_tiles(
     grid,
     ORDER: tl.constexpr,
@@ -98,11 +110,7 @@ def gathered_tile(
         rows = grid.tile_rows * (WORLD - 1)
     src_rank = rank
     if index < local:
-        band = GROUP_M * grid.columns
-        first = index // band * GROUP_M
-        size = tl.minimum(blocks - first, GROUP_M)
-        row_block = first + (index % band) % size
-        column = (index % band) // size
+        row_block, column = swept_tile(index, blocks, grid.columns, GROUP_M)
     else:
         group = GROUP_ROWS * PER_ROW * grid.columns
         first = (index - local) // group * GROUP_ROWS

@@ -177,6 +177,26 @@ def _gemm_rs_error(data: Data, outs: Tensors, written: Tensors) -> float:
     return checking.fp64_error_of_sum(outs["out"], data.given["x"], data.given["w"], data.world)
 
 
+def _bulk_ag_sequence(data: Data) -> Tensors:
+    all_gather(data.outs["gathered"], data.given["x"], data.world)
+    return {**_bulk_ag_gemm(data), "gathered": data.outs["gathered"]}
+
+
+def _bulk_ag_gemm(data: Data) -> Tensors:
+    return {"dx": torch.mm(data.given["dy"], data.given["w"], out=data.outs["dx"])}
+
+
+def _bulk_ag_own(data: Data, solo: TpSpWorkspace) -> Tensors:
+    # The op itself would also copy x where there are no peers.
+    dy, w, dx = data.given["dy"], data.given["w"], data.outs["dx"]
+    ag_gemm(dy, w, solo, out=dx, layout="nn", keep_gathered=False, force=True)
+    return {"dx": dx}
+
+
+def _bulk_ag_error(data: Data, outs: Tensors, written: Tensors) -> float:
+    return checking.fp64_error(outs["dx"], data.given["dy"], data.given["w"], "nn")
+
+
 UNFUSED = {
     "ag_gemm": Unfused(
         {}, ("gathered",),
@@ -185,5 +205,8 @@ UNFUSED = {
     "gemm_rs": Unfused(
         {"product": lambda s: (s.m, s.n)}, (),
         _gemm_rs_sequence, _gemm_rs_gemm, _gemm_rs_own, _gemm_rs_async, _gemm_rs_error,
+    ),
+    "bulk_ag": Unfused(
+        {}, (), _bulk_ag_sequence, _bulk_ag_gemm, _bulk_ag_own, None, _bulk_ag_error
     ),
 }  # fmt: skip

@@ -165,6 +165,11 @@ def lasting(outs: dict[str, torch.Tensor], workspace: TpSpWorkspace) -> dict[str
     return {name: t.clone() if workspace.holds(t) else t for name, t in outs.items()}
 
 
+def owned(outs: dict[str, torch.Tensor], workspace: TpSpWorkspace) -> dict[str, torch.Tensor]:
+    """The outputs of an aborted call that are the caller's: the rest may be of an earlier call."""
+    return {name: t for name, t in outs.items() if not workspace.holds(t)}
+
+
 def compare_all(
     outs: Mapping[str, torch.Tensor], wanted: Mapping[str, Wanted]
 ) -> tuple[float, str]:

@@ -12,7 +12,7 @@ from kosmos_core.errors import KosmosError, PeerError, PeerTimeoutError
 from kosmos_core.executor import Executor, ExecutorError, Mutation
 from kosmos_core.worlds import World, cpu_world
 
-from kosmos_tpsp.cli.calls import Call, Operands, compare_all, known, lasting
+from kosmos_tpsp.cli.calls import Call, Operands, compare_all, known, lasting, owned
 from kosmos_tpsp.cli.rig import Rig, Run
 from kosmos_tpsp.cli.schedules import Schedule
 
@@ -54,20 +54,22 @@ class Expiry:
         operands = Operands(0, world.size, world.device)
         workspace = Rig(self.calls, timeout_s=self.bound_us * 1e-3).workspace(world)
         memory = [operands.memory(call, 0.0) for call in self.calls]
-        made: list[dict[str, torch.Tensor]] = []
+        made: list[tuple[set[str], dict[str, torch.Tensor]]] = []
         try:
             for call, outs in zip(self.calls, memory, strict=True):
                 given = operands.given(call, rank)
                 found = call.driver.call(given, workspace, outs, call.options)
-                made.append(lasting(found, workspace))
+                made.append((set(owned(found, workspace)), lasting(found, workspace)))
             workspace.synchronize()
         except PeerError as error:
             left.error = error
             world.synchronize()
         if left.error is not None and type(left.error) is not PeerTimeoutError:
             left.problems.append(f"wanted PeerTimeoutError, got {left.error!r}")
-        for call, outs in zip(self.calls, made, strict=False):
+        for call, (own, outs) in zip(self.calls, made, strict=False):
             wanted = operands.wanted(call, rank)
+            if left.error is not None:
+                wanted = {name: right for name, right in wanted.items() if name in own}
             problem = compare_all(known(outs, wanted), wanted)[1]
             if problem:
                 left.problems.append(f"{call}: {problem}")

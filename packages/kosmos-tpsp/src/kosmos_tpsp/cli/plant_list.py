@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kosmos_core.device import barrier, flags, queue, roles
 
+from kosmos_tpsp.cli.plant_list_bulk_ag import BESIDE_PLANTS
 from kosmos_tpsp.cli.plant_list_pull import PULL_PLANTS
 from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
@@ -246,12 +247,12 @@ _STARTS = [
         "start and end",
         "the start word is published once the own units are moved: too late for everybody",
         (
-            (ag_gemm_kernel, "if publishes & (standing.ok != 0):", "if call.ticket < 0:"),
+            (gather.open_gather, "if publishes & (standing.ok != 0):", "if call.ticket < 0:"),
             (
-                ag_gemm_kernel,
-                "    if CONFIG.PHASE != GATHER_ONLY:",
-                "    if publishes & (standing.ok != 0):\n        start_publish(ctx, call)\n"
-                "    if CONFIG.PHASE != GATHER_ONLY:",
+                gather.move,
+                "    fence_async_proxy(ctx.TARGET)",
+                "    if call.ticket == 0:\n        start_publish(ctx, call)\n"
+                "    fence_async_proxy(ctx.TARGET)",
             ),
         ),
         choices=PUSH,
@@ -329,7 +330,7 @@ _ROLES = [
         "the last workgroup to arrive publishes the start, not the first",
         (
             (
-                ag_gemm_kernel,
+                gather.open_gather,
                 "else:\n        publishes = call.ticket == 0",
                 "else:\n        publishes = call.ticket == tl.num_programs(0) - 1",
             ),
@@ -456,6 +457,7 @@ PLANTS: dict[str, Plant] = {
         _ABORTS,
         SCATTER_PLANTS,
         PULL_PLANTS,
+        BESIDE_PLANTS,
     )
     for plant in plants
-}
+}  # fmt: skip

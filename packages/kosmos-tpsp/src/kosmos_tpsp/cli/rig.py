@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Calls that are issued before the host waits for any of them, where launches do not block.
 ROUND = 8
 # Regions whose traffic between ranks is the transport; the rest are words and records.
-TRANSPORT_REGIONS = ("shard0", "shard1", "gather", "staging0", "staging1")
+TRANSPORT_REGIONS = ("shard0", "shard1", "gather", "staging0", "staging1", "handover")
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
 from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
@@ -31,7 +32,7 @@ CONTRACTIONS = (8, 16, 24, 40, 64, 128)
 # Rows of this width are not 16-byte aligned: the call is declined.
 DECLINED = 12
 # Choices that not every op has, and how the summary calls them.
-OWN_CHOICES = {"order": "order", "keep_gathered": "kept"}
+OWN_CHOICES = {"order": "order", "keep_gathered": "kept", "dx_to": "dx to"}
 RULES = ("executor", "executor", "executor", "h200", "mi350")
 
 
@@ -218,8 +219,19 @@ def _gather_options(rng: random.Random, split_k: int | None) -> AgGemmOptions:
     return AgGemmOptions(**chosen)
 
 
+def _beside_options(rng: random.Random, split_k: int | None) -> BulkAgOptions:
+    return BulkAgOptions(
+        dx_to=rng.choice((None, "handover", "tensor")),
+        policy=rng.choice(("one_way", "one_way", "two_way", "fixed", "serial")),
+        transport=rng.choice(("pull", "push", None)),
+        movers_per_peer=rng.choice((None, None, 1, 2, 3)),
+        split_k=split_k,
+    )
+
+
 # How the choices of each op are drawn.
 OPTIONS: dict[str, Callable[[random.Random, int | None], Any]] = {
     "ag_gemm": _gather_options,
     "gemm_rs": _scatter_options,
+    "bulk_ag": _beside_options,
 }

@@ -24,6 +24,7 @@ from kosmos_tpsp.cli.calls import (
     compare_all,
     known,
     lasting,
+    owned,
     same_bits,
 )
 from kosmos_tpsp.cli.rig import Meter, Rig
@@ -205,6 +206,7 @@ class Trouble:
         wanted = operands.wanted(outcome.call, seen.rank)
         if not any(out.isnan().any() for out in outcome.outs.values()):
             seen.problems.append("the failed call left no NaN in its outputs")
+        wanted = {name: wanted[name] for name in outcome.outs}
         _, problem = compare_all(known(outcome.outs, wanted), wanted)
         if problem:
             seen.problems.append(f"the failed call left wrong values: {problem}")
@@ -237,7 +239,8 @@ def _make(
     except KosmosError as error:
         failed = error
     seconds = _seconds(world) - begin
-    return Outcome(call, lasting(outs, workspace), failed, returned, seconds)
+    outs = lasting(outs, workspace) if failed is None else owned(outs, workspace)
+    return Outcome(call, outs, failed, returned, seconds)
 
 
 def _seconds(world: World) -> float:

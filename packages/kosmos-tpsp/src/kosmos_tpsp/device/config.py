@@ -65,6 +65,57 @@ class Operands(NamedTuple):
     partial_ptr: tl.tensor
 
 
+class BulkAgConfig(NamedTuple):
+    """Constants of one compiled variant of an all-gather beside a GEMM; each is a constexpr.
+
+    HANDOVER: the product lies in symmetric memory that peers read in later calls.
+    """
+
+    TRANSPORT: tl.constexpr
+    LAYOUT: tl.constexpr
+    POLICY: tl.constexpr
+    PHASE: tl.constexpr
+    HANDOVER: tl.constexpr
+    SLICES: tl.constexpr
+    COPY_ELEMENTS: tl.constexpr
+    COPY_DEPTH: tl.constexpr
+    TILE_ROW_ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    STAGES: tl.constexpr
+    GROUP_M: tl.constexpr
+    SPLIT_K: tl.constexpr
+    CLAIM_RUN: tl.constexpr
+    XCDS: tl.constexpr
+    XCD_RUN: tl.constexpr
+    STORE_SPLITS: tl.constexpr
+    EVEN_K: tl.constexpr
+    EVEN_N: tl.constexpr
+
+
+class BulkAgOperands(NamedTuple):
+    """Matrices of an all-gather beside a GEMM, bf16 and row-major.
+
+    Attributes:
+        x_ptr: own chunk [m / world, n] of what is gathered.
+        dy_ptr: [m, k], multiplied.
+        w_ptr: weights [k, n].
+        out_ptr: product [m, n].
+        gathered_ptr: [m, n] where movers or peers put the rows of the others.
+        keep_ptr: gather output [m, n]; the same as gathered_ptr unless pushed.
+        partial_ptr: fp32 partial tiles of split tiles.
+    """
+
+    x_ptr: tl.tensor
+    dy_ptr: tl.tensor
+    w_ptr: tl.tensor
+    out_ptr: tl.tensor
+    gathered_ptr: tl.tensor
+    keep_ptr: tl.tensor
+    partial_ptr: tl.tensor
+
+
 class GemmRsConfig(NamedTuple):
     """Constants of one compiled variant of a reduce-scattered GEMM; every field is a constexpr."""
 

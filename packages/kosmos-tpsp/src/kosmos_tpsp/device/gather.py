@@ -14,7 +14,7 @@ copy done       whoever copied a    the last of them     gpu    barrier +     ow
 
 import triton
 import triton.language as tl
-from kosmos_core.device.barrier import elect_last, start_hold, start_publish
+from kosmos_core.device.barrier import call_clean, elect_last, start_hold, start_publish
 from kosmos_core.device.flags import flag_arrive, flag_read, flag_wait
 from kosmos_core.device.layout import (
     ARRIVAL,
@@ -37,7 +37,7 @@ from kosmos_core.device.roles import TWO_WAY
 from kosmos_core.device.target import fence_async_proxy
 from kosmos_core.device.trace import COPY_IN, KEEP, MOVE, WAIT, trace_begin, trace_end
 
-from kosmos_tpsp.device.config import PUSH
+from kosmos_tpsp.device.config import BUILD_ONLY, PULL, PUSH
 
 
 @triton.jit
@@ -83,6 +83,26 @@ def copy_in(ops, ctx, call, standing, grid, k, CONFIG):
         trace_end(ctx, COPY_IN, unit, begin)
         unit = queue_claim(call.set_ptr + COPY_QUEUE)
     fence_async_proxy(ctx.TARGET)
+
+
+@triton.jit
+def open_gather(ops, ctx, call, standing, grid, k, CONFIG):
+    """Publishes the start once this rank's rows may be taken, and zeroes the next counters.
+
+    Pull: every workgroup helps to copy the own chunk in, whoever completes it publishes. Push, or
+    nothing to gather: ticket 0 publishes at once.
+    """
+    if CONFIG.PHASE == BUILD_ONLY:
+        publishes = call.ticket == 0
+    elif CONFIG.TRANSPORT == PULL and ctx.WORLD > 1:
+        copy_in(ops, ctx, call, standing, grid, k, CONFIG)
+        publishes = call.ticket < 0
+    else:
+        publishes = call.ticket == 0
+    if publishes & (standing.ok != 0):
+        start_publish(ctx, call)
+    if call.ticket == 0:
+        call_clean(ctx, call, standing)
 
 
 @triton.jit
@@ -215,24 +235,25 @@ def keep_rows(ops, ctx, call, standing, grid, k, CONFIG):
     if CONFIG.TRANSPORT == PUSH:
         sources = ctx.WORLD
     units = grid.tile_rows * sources * CONFIG.SLICES
-    unit = queue_claim(call.set_ptr + KEEP_QUEUE)
+    # One claim only stands in the source: triton 3.6 on AMD merges two into an irreducible loop.
+    unit = units * 0
     while unit < units:
-        begin = trace_begin(ctx)
-        place = unit // CONFIG.SLICES
-        tile_row = place // sources
-        peer = peer_at(call.rank, place % sources, ctx.WORLD)
-        first, rows = slice_rows(grid, tile_row, unit % CONFIG.SLICES, CONFIG)
-        offset = (peer.to(tl.int64) * grid.chunk_rows + first) * k
-        from_ptr = ops.x_ptr + first.to(tl.int64) * k
-        if peer != call.rank:
-            standing = await_rows(ops, ctx, call, standing, grid, k, peer, tile_row, CONFIG)
-            from_ptr = ops.gathered_ptr + offset
-        if standing.ok != 0:
-            copy_run(
-                from_ptr, ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH
-            )
-        else:
-            fill_nan(ops.keep_ptr + offset, rows * k, CONFIG.COPY_ELEMENTS)
-        trace_end(ctx, KEEP, tile_row, begin)
         unit = queue_claim(call.set_ptr + KEEP_QUEUE)
+        if unit < units:
+            begin = trace_begin(ctx)
+            place = unit // CONFIG.SLICES
+            tile_row = place // sources
+            peer = peer_at(call.rank, place % sources, ctx.WORLD)
+            first, rows = slice_rows(grid, tile_row, unit % CONFIG.SLICES, CONFIG)
+            offset = (peer.to(tl.int64) * grid.chunk_rows + first) * k
+            from_ptr = ops.x_ptr + first.to(tl.int64) * k
+            if peer != call.rank:
+                standing = await_rows(ops, ctx, call, standing, grid, k, peer, tile_row, CONFIG)
+                from_ptr = ops.gathered_ptr + offset
+            to_ptr = ops.keep_ptr + offset
+            if standing.ok != 0:
+                copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+            else:
+                fill_nan(to_ptr, rows * k, CONFIG.COPY_ELEMENTS)
+            trace_end(ctx, KEEP, tile_row, begin)
     return standing

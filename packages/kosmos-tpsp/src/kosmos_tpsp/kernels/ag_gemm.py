@@ -7,13 +7,13 @@ Source: paper, section 3.2.1. Protocol table: docs/protocols.md.
 
 import triton
 import triton.language as tl
-from kosmos_core.device.barrier import call_clean, call_enter, call_leave, start_publish
+from kosmos_core.device.barrier import call_enter, call_leave
 from kosmos_core.device.roles import is_builder_last, is_mover_first
 from kosmos_core.device.tiles import Grid
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
-from kosmos_tpsp.device.config import BUILD_ONLY, GATHER_ONLY, PULL
-from kosmos_tpsp.device.gather import await_all, copy_in, keep_rows, move
+from kosmos_tpsp.device.config import BUILD_ONLY, GATHER_ONLY
+from kosmos_tpsp.device.gather import await_all, keep_rows, move, open_gather
 from kosmos_tpsp.device.gathered import build
 
 ROW_SHIFT = tl.constexpr(3)  # 8 bf16 elements are 16 bytes
@@ -39,17 +39,7 @@ def ag_gemm_kernel(ops, ctx, m, n, k, num_movers, split_tiles, call_hash, CONFIG
     begin = trace_begin(ctx)
     chunk_rows = m // ctx.WORLD
     grid = Grid(chunk_rows, tl.cdiv(chunk_rows, CONFIG.TILE_ROW_ROWS), tl.cdiv(n, CONFIG.BLOCK_N))
-    if CONFIG.PHASE == BUILD_ONLY:
-        publishes = call.ticket == 0
-    elif CONFIG.TRANSPORT == PULL and ctx.WORLD > 1:
-        copy_in(ops, ctx, call, standing, grid, k, CONFIG)
-        publishes = call.ticket < 0
-    else:
-        publishes = call.ticket == 0
-    if publishes & (standing.ok != 0):
-        start_publish(ctx, call)
-    if call.ticket == 0:
-        call_clean(ctx, call, standing)
+    open_gather(ops, ctx, call, standing, grid, k, CONFIG)
     if CONFIG.PHASE != BUILD_ONLY:
         if is_mover_first(call, num_movers):
             standing = move(ops, ctx, call, standing, grid, k, CONFIG)

@@ -163,7 +163,7 @@ def _plan(
         )
         make = partial(
             plan_ag_gemm, problem, workspace.machine,
-            transport=_transport(problem, workspace, options), policy=options.policy,
+            transport=prepared.transport_of(workspace, options), policy=options.policy,
             order=options.order, movers_per_peer=options.movers_per_peer, split_k=options.split_k,
         )  # fmt: skip
         plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
@@ -176,14 +176,6 @@ def _plan(
     configs = _configs(problem, plan, options)
     keys = prepared.launch_keys(configs, plan, n, k, options.traced, workspace)
     return Prepared(problem, plan, decline, call_hash, configs, keys, label)
-
-
-def _transport(
-    problem: AgGemmProblem, workspace: TpSpWorkspace, options: AgGemmOptions
-) -> str | None:
-    if options.transport is None and len(workspace.transports) == 1:
-        return workspace.transports[0]
-    return options.transport
 
 
 def _configs(

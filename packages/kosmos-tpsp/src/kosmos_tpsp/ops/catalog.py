@@ -12,6 +12,7 @@ from kosmos_tpsp import exact
 from kosmos_tpsp.exact import Draw, Wanted
 from kosmos_tpsp.ops import custom, prepared
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
+from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag, describe_bulk_ag
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, describe_gemm_rs, gemm_rs
 from kosmos_tpsp.ops.prepared import Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -206,6 +207,32 @@ DRIVERS = {
             describe_op=describe_gemm_rs,
             operator=lambda options: custom.gemm_rs_op,
             wanted=exact.gemm_rs,
+            width=lambda shape: shape[1],
+        ),
+        Driver(
+            name="bulk_ag",
+            title="bulk AG",
+            options=BulkAgOptions,
+            layouts=("nn",),
+            orders=(),
+            policies=("one_way", "two_way", "fixed", "serial"),
+            transports=("pull", "push"),
+            crew="movers_per_peer",
+            tokens="m",
+            operands={
+                "x": lambda s: (s.m // s.ranks, s.n),
+                "dy": lambda s: (s.m, s.k),
+                "w": _weights,
+            },
+            outputs={"gathered": lambda s: (s.m, s.n), "dx": lambda s: (s.m, s.n)},
+            into=lambda options: {
+                "gathered": "gathered",
+                **({"dx": "out"} if options.dx_to == TENSOR else {}),
+            },
+            op=bulk_ag,
+            describe_op=describe_bulk_ag,
+            operator=lambda options: custom.bulk_ag_op,
+            wanted=exact.bulk_ag,
             width=lambda shape: shape[1],
         ),
     )

@@ -1,14 +1,18 @@
 """Operators of the dispatcher: what autograd, `torch.compile` and CUDA graphs see.
 
-`torch.ops.kosmos.ag_gemm(x, w, call)`, `ag_gemm_gathered(x, w, call)` and `gemm_rs(x, w, call)`;
-`call` comes from `kosmos_tpsp.ops.registry.call_handle`.
+`torch.ops.kosmos.ag_gemm(x, w, call)`, `ag_gemm_gathered(x, w, call)`, `gemm_rs(x, w, call)` and
+`bulk_ag(x, dy, w, call)`; `call` comes from `kosmos_tpsp.ops.registry.call_handle`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.ops.registry import resolve
 
@@ -66,4 +70,39 @@ def _gemm_rs_fake(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
     return x.new_empty((x.shape[0] // workspace.world.size, w.shape[0]))
 
 
-__all__ = ["AgGemmOptions", "GemmRsOptions", "ag_gemm_gathered_op", "ag_gemm_op", "gemm_rs_op"]
+@lru_cache(maxsize=64)
+def _lasting(options: BulkAgOptions) -> BulkAgOptions:
+    """The choices of a call whose dx is a tensor of its own.
+
+    The dispatcher owns what an operator returns: that must not be memory of the workspace.
+    """
+    return replace(options, dx_to=TENSOR)
+
+
+@torch.library.custom_op("kosmos::bulk_ag", mutates_args=())
+def bulk_ag_op(
+    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`bulk_ag`: (gathered [m, n], dx [m, n]), both ordinary tensors whatever `dx_to` says."""
+    workspace, options = resolve(call)
+    return bulk_ag(x, dy, w, workspace, options=_lasting(options))
+
+
+@bulk_ag_op.register_fake
+def _bulk_ag_fake(
+    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    workspace, _ = resolve(call)
+    m = x.shape[0] * workspace.world.size
+    return x.new_empty((m, x.shape[1])), x.new_empty((m, w.shape[1]))
+
+
+__all__ = [
+    "AgGemmOptions",
+    "BulkAgOptions",
+    "GemmRsOptions",
+    "ag_gemm_gathered_op",
+    "ag_gemm_op",
+    "bulk_ag_op",
+    "gemm_rs_op",
+]

@@ -140,6 +140,14 @@ def plan_and_judge(
     return plan, judged
 
 
+def transport_of(workspace: TpSpWorkspace, options: Any) -> str | None:
+    """The transport that is chosen, or the only one there is; None leaves it to the plan."""
+    if options.transport is None and len(workspace.transports) == 1:
+        return workspace.transports[0]
+    chosen: str | None = options.transport
+    return chosen
+
+
 def shared_constants(problem: Any, plan: Any) -> dict[str, tl.constexpr]:
     """Constants that every kernel takes from its plan alike."""
     return {
@@ -282,15 +290,15 @@ def chosen_options(kind: type[Any], options: Any, choices: dict[str, Any]) -> An
     return options
 
 
-def features(x: torch.Tensor, w: torch.Tensor, layout: str) -> tuple[int, int]:
-    """(n, k) of a call whose operands fit together."""
+def features(x: torch.Tensor, w: torch.Tensor, layout: str, name: str = "x") -> tuple[int, int]:
+    """(n, k) of a call whose operands fit together; `name` is that of the left one."""
     k = x.shape[1]
     n, wanted = (w.shape[0], w.shape[1]) if layout == "tn" else (w.shape[1], w.shape[0])
     if wanted != k:
         raise validate.reject(
             validate.SHAPE,
             f"w: got shape {tuple(w.shape)} for layout {layout!r}, "
-            f"wanted a contraction of {k} as in x {tuple(x.shape)}",
+            f"wanted a contraction of {k} as in {name} {tuple(x.shape)}",
         )
     if k == 0 or n == 0:
         raise validate.reject(
