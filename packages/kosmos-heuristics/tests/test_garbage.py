@@ -212,15 +212,14 @@ def test_options_of_other_operations_are_refused(capsys):
     for op, option in (
         ("gemm_rs", "--movers-per-peer"),
         ("ag_gemm", "--reducers-per-peer"),
-        ("bulk_rs", "--transport"),
+        ("bulk_rs", "--order"),
         ("bulk_ag", "--order"),
         ("moe_forward", "--split-k"),
         ("moe_forward", "--m"),
         ("ag_gemm", "--tokens"),
         ("gemm_rs", "--layout"),
     ):
-        value = "push" if option == "--transport" else "8"
-        refused([*command(op), option, value], capsys, f"{option}: {op} has no such option")
+        refused([*command(op), option, "8"], capsys, f"{option}: {op} has no such option")
     refused([*command("bulk_ag"), "--keep-gathered"], capsys, "--keep-gathered: bulk_ag has no")
 
 

@@ -28,6 +28,20 @@ def test_24_shapes_of_the_row_parallel_forward():
         assert shape.speedup == pytest.approx(shape.base_ms / shape.kosmos_ms, rel=1e-2)
 
 
+@pytest.mark.parametrize(("op", "layout"), [("bulk_ag", "nn"), ("bulk_rs", "nt")])
+def test_24_shapes_of_the_column_parallel_backward(op, layout):
+    shapes = llama3(op, layout)
+    assert len({shape.name for shape in shapes}) == 24
+    assert {shape.layer for shape in shapes} == {"FC1", "QKV"}
+    forward = {shape.name: shape for shape in llama3("ag_gemm")}
+    for shape in shapes:
+        tokens, width = (shape.k, shape.m) if op == "bulk_rs" else (shape.m, shape.k)
+        # What the forward multiplied: tokens, local width, hidden size.
+        of = forward[shape.name]
+        assert (tokens, width, shape.n) == (of.m, of.n, of.k)
+        assert shape.speedup == pytest.approx(shape.base_ms / shape.kosmos_ms, rel=1e-2)
+
+
 def test_a_cell_as_printed():
     shape = next(shape for shape in llama3("ag_gemm") if shape.name == "70B-FC1-MBS8")
     assert (shape.m, shape.n, shape.k) == (65536, 7168, 8192)

@@ -173,6 +173,20 @@ def test_bad_arguments_of_gemm_rs_are_named(arguments, named):
         plan_gemm_rs(good_problem(GemmRsProblem), H200, **arguments)
 
 
+def test_pushed_or_pulled_a_bulk_reduction_lets_as_many_builders_join():
+    problem = BulkRsProblem(2304, 4096, 8192, 8)
+    for way in ("pull", "push"):
+        mesh = plan_bulk_rs(problem, load_machine("mi350x"), transport=way)
+        assert (mesh.transport, mesh.max_movers) == (way, 56)
+        switch = plan_bulk_rs(problem, H200, transport=way)
+        assert (switch.transport, switch.max_movers) == (way, switch.cap)
+        fixed = plan_bulk_rs(problem, H200, transport=way, policy="fixed")
+        assert fixed.max_movers == fixed.num_movers
+    for name, value in (("transport", "ring"), ("transport", None), ("max_movers", 133)):
+        with pytest.raises(PlanError, match=f"^{name}: got "):
+            plan_bulk_rs(problem, H200, **{name: value})
+
+
 def test_overrides_are_taken_and_explained(op):
     kind, planner, overrides, per_peer = op
     given = {

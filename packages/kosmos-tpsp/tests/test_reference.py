@@ -55,6 +55,67 @@ def test_gemm_rs_multiplies_and_sums_what_a_rank_owns(
     on_cpu(size, host)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_bulk_ag_gathers_beside_an_independent_product(
+    size: int, on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        x, w = draw(17, 33, seed=rank), draw(50, 33, seed=20 + rank)
+        dy = draw(17 * world.size, 50, seed=40 + rank)
+        gathered, dx = reference.bulk_ag(x, dy, w, world)
+        assert torch.equal(gathered, torch.cat([draw(17, 33, seed=r) for r in range(world.size)]))
+        wanted = Wanted.of(dy.double() @ w.double())
+        assert compare(dx, wanted)[1] == ""
+        # The product is of this rank's own operands.
+        other = draw(50, 33, seed=20 + (rank + 1) % world.size)
+        assert size == 1 or compare(dy @ other, wanted)[1] != ""
+
+    on_cpu(size, host)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_bulk_rs_sums_what_a_rank_owns_beside_the_weight_gradient(
+    size: int, on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        tokens = 17 * world.size
+        dy, x = draw(tokens, 50, seed=20 + rank), draw(tokens, 33, seed=7)
+        parts = [draw(tokens, 33, seed=r) for r in range(world.size)]
+        shard, dw = reference.bulk_rs(parts[rank], dy, x, world)
+        own = slice(17 * rank, 17 * rank + 17)
+        total = sum(part.double()[own] for part in parts)
+        assert isinstance(total, torch.Tensor)
+        # One rounding: no further from FP64 than half a unit in the last place.
+        assert bool(((shard.double() - total).abs() <= total.abs() * 2**-8).all())
+        assert compare(dw, Wanted.of(dy.double().t() @ x.double()))[1] == ""
+        assert size == 1 or compare(shard, Wanted.of(parts[rank].double()[own]))[1] != ""
+
+    on_cpu(size, host)
+
+
+def test_sums_are_rounded_once() -> None:
+    """Parts that cancel leave what is far below their last place."""
+
+    class Three:
+        size = 3
+
+        @staticmethod
+        def all_to_all_tensor(x: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([[256.0], [1.0], [-256.0]], dtype=torch.bfloat16)
+
+    x = torch.zeros(3, 1, dtype=torch.bfloat16)
+    shard, _ = reference.bulk_rs(x, x, x, Three())  # type: ignore[arg-type]
+    assert shard.item() == 1.0
+    assert (x[:1] + 256 + 1 - 256).item() == 0.0  # rounded after every addition
+
+
+def test_no_tokens_leave_a_weight_gradient_of_zeros() -> None:
+    none = torch.zeros(0, 5, dtype=torch.bfloat16)
+    shard, dw = reference.bulk_rs(none, torch.zeros(0, 3).bfloat16(), none, reference_world())
+    assert shard.shape == (0, 5)
+    assert torch.equal(dw, torch.zeros(3, 5, dtype=torch.bfloat16))
+
+
 def test_a_world_without_distributed_is_a_group_of_one() -> None:
     x, w = draw(8, 16, seed=0), draw(24, 16, seed=1)
     out, gathered = reference.ag_gemm(x, w, reference_world())

@@ -51,6 +51,29 @@ def test_push_alone_costs_less() -> None:
     assert both - push == 2 * (8192 // 8) * 4096 * 2
 
 
+def test_the_handover_is_one_piece_of_memory_that_calls_know_again(on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> list[bool]:
+        with TpSpWorkspace(world, 64, 24) as workspace:
+            large, small = workspace.handover(64, 24), workspace.handover(6, 8)
+            large.fill_(rank)
+            assert small.shape == (6, 8)
+            assert small.eq(rank).all()
+            with pytest.raises(WorkspaceError, match=r"handover: got 1536 elements, wanted room"):
+                workspace.handover(65, 24)
+            given = (large, small, small.clone(), large[1:], small.t(), small[:, :4])
+            return [workspace.is_handover(t) for t in given]
+
+    assert on_cpu(2, host) == [[True, True, False, False, False, False]] * 2
+
+    def alone(rank: int, world: World) -> bool:
+        with TpSpWorkspace(world, 64, 24) as workspace:
+            first, second = workspace.handover(8, 8), workspace.handover(8, 8)
+            return first.data_ptr() != second.data_ptr() and not workspace.is_handover(first)
+
+    # Nobody reads it there: a tensor as any other.
+    assert on_cpu(1, alone) == [True]
+
+
 def right(rank: int, workspace: TpSpWorkspace, call: Call, seed: int = 0) -> bool:
     """Makes a call and checks it."""
     operands = Operands(seed, workspace.world.size, torch.device("cpu"))

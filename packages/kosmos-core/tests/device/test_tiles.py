@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kosmos_core.device.gemm import NN, TN, gemm_tile, store_accumulator
+from kosmos_core.device.gemm import NN, NT, TN, add_accumulator, gemm_tile, store_accumulator
 from kosmos_core.device.target import AMD, NVIDIA, clock_ns, load_tile, matrix_view, store_tile
 from kosmos_core.device.tiles import (
     CHUNK_MAJOR,
@@ -204,7 +204,10 @@ def gemm_kernel(
     EVEN_N: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    a = matrix_view(a_ptr, 2, rows, k, BLOCK, BLOCK, TARGET)
+    if LAYOUT == 2:
+        a = matrix_view(a_ptr, 2, k, rows, BLOCK, BLOCK, TARGET)
+    else:
+        a = matrix_view(a_ptr, 2, rows, k, BLOCK, BLOCK, TARGET)
     if LAYOUT == 0:
         b = matrix_view(b_ptr, 1, n, k, BLOCK, BLOCK, TARGET)
     else:
@@ -215,7 +218,7 @@ def gemm_kernel(
             for col in range(0, n, BLOCK):
                 acc = gemm_tile(
                     a, b, chunk, row, col, k_begin, k_end, begin_with, LAYOUT, BLOCK, BLOCK, BLOCK,
-                    1, EVEN_K, EVEN_N, TARGET,
+                    1, EVEN_K, False, EVEN_N, TARGET,
                 )  # fmt: skip
                 store_accumulator(c, chunk, row, col, acc, BLOCK, BLOCK, SPLITS, TARGET)
 
@@ -231,7 +234,7 @@ def multiply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(product, FP64 product) of two chunks of 40 rows, 56 columns."""
     generator = torch.Generator().manual_seed(k)
-    a = torch.randn(2, 40, k, generator=generator).bfloat16()
+    a = torch.randn(2, *((k, 40) if layout is NT else (40, k)), generator=generator).bfloat16()
     b = torch.randn(*((56, k) if layout is TN else (k, 56)), generator=generator).bfloat16()
     with Executor() as ex:
         given = [ex.tensor(0, t, name) for t, name in ((a, "a"), (b, "b"))]
@@ -242,11 +245,12 @@ def multiply(
         )
         ex.run()
     weights = b.double().t() if layout is TN else b.double()
-    return c, a.double()[..., begin:end] @ weights[begin:end]
+    rows = a.double().transpose(1, 2) if layout is NT else a.double()
+    return c, rows[..., begin:end] @ weights[begin:end]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("layout", [TN, NN])
+@pytest.mark.parametrize("layout", [TN, NN, NT])
 @pytest.mark.parametrize("k", [32, 40, 96])
 def test_tiles_of_a_product(k: int, layout: tl.constexpr, target: tl.constexpr) -> None:
     for splits in (1, 2):
@@ -260,6 +264,50 @@ def test_part_of_a_contraction(target: tl.constexpr) -> None:
     assert (product.double() - wanted).norm() <= 4e-3 * wanted.norm()
     nothing, _ = multiply(TN, target, 96, 1, 64, 64)
     assert nothing.eq(0).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_past_the_contraction_enters_a_sum(target: tl.constexpr) -> None:
+    # Rows past k lie in the second chunk, and the last columns before k are infinite: a row that
+    # came in twice, or with weights of 0, would leave an Inf or a NaN elsewhere.
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(2, 40, 40, generator=generator).bfloat16()
+    b = torch.randn(40, 56, generator=generator).bfloat16()
+    a[0, 39] = float("inf")
+    b[39] = b[39].abs()
+    a[1] = float("nan")
+    with Executor() as ex:
+        given = [ex.tensor(0, t, name) for t, name in ((a, "a"), (b, "b"))]
+        c = ex.empty(0, (2, 40, 56), torch.bfloat16, "c")
+        gemm_kernel[(1,)](*given, c, 40, 56, 40, 0, 40, 0.0, NT, 32, 1, 0, 0, target)
+        ex.run()
+    assert c[0].isposinf().all()
+    assert c[1].isnan().all()
+
+
+@triton.jit
+def add_kernel(
+    a_ptr, c_ptr, rows, cols, BLOCK: tl.constexpr, SPLITS: tl.constexpr, TARGET: tl.constexpr
+):
+    c = matrix_view(c_ptr, 1, rows, cols, BLOCK, BLOCK // SPLITS, TARGET)
+    offsets = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for row in range(0, rows, BLOCK):
+        for col in range(0, cols, BLOCK):
+            acc = tl.load(a_ptr + offsets)
+            add_accumulator(c, row, col, acc, BLOCK, BLOCK, SPLITS, TARGET)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_tile_is_added_to_what_is_there(target: tl.constexpr, splits: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    tile, held = torch.randn(32, 32, generator=generator), torch.randn(40, 56, generator=generator)
+    with Executor() as ex:
+        a, c = ex.tensor(0, tile, "a"), ex.tensor(0, held.clone(), "c")
+        add_kernel[(1,)](a, c, 40, 56, 32, splits, target)
+        ex.run()
+    rows, cols = torch.arange(40) % 32, torch.arange(56) % 32
+    assert torch.equal(c, held + tile[rows][:, cols])
 
 
 @triton.jit

@@ -5,10 +5,11 @@ from __future__ import annotations
 from kosmos_heuristics.bulk import bulk_ag_movers, bulk_rs_reducers
 from kosmos_heuristics.draft import TILE_FIELDS, Draft, crew_given
 from kosmos_heuristics.gemm_rs import UNIT_ROWS, set_unit
-from kosmos_heuristics.machine import Machine
+from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.parts import TileShape
 from kosmos_heuristics.plan_base import MAX_COPY_DEPTH
 from kosmos_heuristics.problems import BulkAgProblem, BulkRsProblem, TpProblem, wire_bytes
+from kosmos_heuristics.reducers import saturating_reducers
 from kosmos_heuristics.tiles import (
     FULL_WAVE,
     GROUP_M,
@@ -36,7 +37,14 @@ _COMMON = (
     "num_xcds",
 )
 AG_OVERRIDES = (*_COMMON, "copy_elements", "copy_depth")
-RS_OVERRIDES = (*_COMMON, "unit_cols", "source_unroll")
+RS_OVERRIDES = (
+    *_COMMON,
+    "max_movers",
+    "unit_cols",
+    "source_unroll",
+    "copy_elements",
+    "copy_depth",
+)
 # Paper, Table B.3 row 12: the one factor of bulk RS and the most tiles that have it.
 B3_BULK_RS_FACTORS = (4,)
 B3_BULK_RS_MAX_TILES = 64
@@ -95,6 +103,7 @@ def plan_bulk_rs(
     machine: Machine,
     *,
     cap: int | None = None,
+    transport: str = "pull",
     policy: str = "one_way",
     reducers_per_peer: int | None = None,
     split_k: int | None = None,
@@ -107,6 +116,8 @@ def plan_bulk_rs(
         machine: The GPU and its node.
         cap: Most WGs that the grid may have; None means all that are resident. Builders and
             reducers shrink in proportion.
+        transport: ``pull`` (reducers fetch what every rank has of the rows) or ``push`` (they send
+            it to the owner of the rows first, where it need not lie in symmetric memory).
         policy: As for ``plan_bulk_ag``.
         reducers_per_peer: Reducers for each remote peer, still fitted to the cap.
         split_k: Contraction splits of all tiles, a power of two up to 8.
@@ -122,14 +133,21 @@ def plan_bulk_rs(
     grid = draft.set_cap(cap)
     draft.set_policy(policy)
     rule = "pulled: the input is complete before the call"
-    draft.set("transport", "pull", rule, "paper section 3.2.3")
+    draft.choose("transport", transport, "pull", TRANSPORTS, rule, "paper section 3.2.3")
     crew = crew_given(problem, policy, machine, reducers_per_peer, "reducers_per_peer")
     if crew is None:
         crew = bulk_rs_reducers(problem, machine, grid)
     draft.set_crew("reducers_per_peer", problem, crew, grid)
+    # Rows cross the link either way, whoever adds them up.
+    most = max(draft.values["num_movers"], saturating_reducers(problem, machine, "pull", grid))
+    if policy == "fixed":
+        most = draft.values["num_movers"]
+    saturation = "builders join up to saturation: 8 per peer on a mesh, else all"
+    draft.set("max_movers", most, saturation, "paper section 3.2.3 and Table A.4")
     tile = draft.set_tile(problem, grid)
     _set_sweep(draft)
     set_unit(draft, problem, UNIT_ROWS)
+    _set_steps(draft, problem, "push")
     _set_queue(draft, problem, tile, grid, split_k)
     return BulkRsPlan(**draft.finish())
 
@@ -148,6 +166,11 @@ def _set_copies(draft: Draft, problem: BulkAgProblem, way: str) -> None:
         rows //= 2
     rule = f"power of two, at most {UNIT_BYTES >> 9} KiB or a tile row: nothing waits for a unit"
     draft.set("unit_rows", rows, rule, _EXTRAPOLATED)
+    _set_steps(draft, problem, way)
+
+
+def _set_steps(draft: Draft, problem: TpProblem, way: str) -> None:
+    machine = draft.machine
     elements = copy_step_bytes(machine, way) // problem.element_bytes
     draft.set("copy_elements", elements, "step of the measured curve", machine.source(way))
     depth = "loads in flight against the latency of a loaded link"

@@ -96,7 +96,7 @@ OPS = {
         plan_bulk_rs,
         TP_SIZES,
         ("dtype",),
-        ("cap", "policy", "reducers_per_peer", "split_k"),
+        ("cap", "transport", "policy", "reducers_per_peer", "split_k"),
     ),
     "moe_forward": Op(MoeProblem, plan_moe_forward, MOE_SIZES, ("dtype",), _MOE_OPTIONS),
     "moe_backward": Op(MoeProblem, plan_moe_backward, MOE_SIZES, ("dtype",), _MOE_OPTIONS),

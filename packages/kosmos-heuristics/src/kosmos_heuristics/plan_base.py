@@ -126,6 +126,13 @@ class PlanBase:
         if (movers == 0) != (per_peer == 0):
             raise PlanError("num_movers", movers, f"0 exactly when {name} ({per_peer}) is 0", FIX)
 
+    def check_saturation(self) -> None:
+        """Check that ``max_movers`` is neither below ``num_movers`` nor above the cap."""
+        values: dict[str, Any] = vars(self)
+        cap, movers, most = values["cap"], values["num_movers"], values["max_movers"]
+        if not movers <= most <= cap:
+            raise PlanError("max_movers", most, f"from num_movers {movers} to the cap {cap}", FIX)
+
     def check_bucketing(self) -> None:
         """Check that the bucketing fields go together."""
         values: dict[str, Any] = vars(self)

@@ -11,7 +11,12 @@ from kosmos_heuristics.errors import ProblemError
 from kosmos_heuristics.problems import LAYOUTS
 
 # Layouts that an operation has a table of.
-LLAMA3_OPS = {"ag_gemm": LAYOUTS, "gemm_rs": ("tn",)}
+LLAMA3_OPS = {
+    "ag_gemm": LAYOUTS,
+    "gemm_rs": ("tn",),
+    "bulk_ag": ("nn",),
+    "bulk_rs": ("nt",),
+}
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,9 @@ class LlamaShape:
         model: ``8B``, ``70B`` or ``405B``.
         layer: Layer, such as ``FC1`` or ``OProj``.
         mbs: Microbatch size; the sequence length is 8192.
-        m: Rows (tokens).
+        m: Rows of the GEMM's output (tokens; of ``bulk_rs`` the local width).
         n: Columns of the local output.
-        k: Contraction.
+        k: Contraction (of ``bulk_rs`` the tokens).
         base_ms: The paper's time of collective and GEMM in sequence.
         kosmos_ms: The paper's time of its fused kernel.
         speedup: As printed, ``base_ms / kosmos_ms`` up to rounding.
@@ -50,8 +55,9 @@ def llama3(op: str, layout: str = "tn") -> tuple[LlamaShape, ...]:
     """The 24 Llama 3 shapes of an operation, in the table's order.
 
     Args:
-        op: ``ag_gemm`` or ``gemm_rs``.
-        layout: ``tn`` (Tables C.3 and C.5) or, of ``ag_gemm``, ``nn`` (Table C.7).
+        op: ``ag_gemm``, ``gemm_rs``, ``bulk_ag`` or ``bulk_rs``.
+        layout: ``tn`` (Tables C.3 and C.5) or, of ``ag_gemm``, ``nn`` (Table C.7); ``nn`` of
+            ``bulk_ag`` (Table C.9), ``nt`` of ``bulk_rs`` (Table C.11).
 
     Raises:
         ProblemError: No table of that operation or layout.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kosmos_heuristics.errors import PlanError
 from kosmos_heuristics.explain import Reason
-from kosmos_heuristics.plan_base import FIX, RS_ORDERS, PlanBase
+from kosmos_heuristics.plan_base import RS_ORDERS, PlanBase
 from kosmos_heuristics.plans import AgGemmPlan
 
 
@@ -79,9 +78,7 @@ class GemmRsPlan(PlanBase):
         self.check_movers("reducers_per_peer")
         self.check_divides("block_m", "band_rows")
         self.check_divides("unit_rows", "band_rows")
-        if not self.num_movers <= self.max_movers <= self.cap:
-            wanted = f"from num_movers {self.num_movers} to the cap {self.cap}"
-            raise PlanError("max_movers", self.max_movers, wanted, FIX)
+        self.check_saturation()
 
 
 @dataclass(frozen=True)
@@ -153,6 +150,8 @@ class BulkRsPlan(PlanBase):
         cap: WGs in the grid.
         reducers_per_peer: WGs that start as reducers, for each remote peer; 0 without peers.
         num_movers: The same over all peers, at most half the cap.
+        max_movers: WGs that reduce at once when builders that found the tile queue empty have
+            joined (saturation), from ``num_movers`` to the cap.
         block_m: Rows of an output tile.
         block_n: Columns of an output tile.
         block_k: Contraction step.
@@ -162,12 +161,15 @@ class BulkRsPlan(PlanBase):
         unit_rows: Rows of a reducer's unit.
         unit_cols: Columns of a reducer's unit.
         source_unroll: Sources whose loads a reducer has in flight at once.
+        copy_elements: Pushed, elements that a reducer sends per step.
+        copy_depth: Further steps whose loads it keeps in flight, 1 or 2.
         split_k: Contraction splits of each of the last ``split_tiles`` tiles.
         split_tiles: Tiles at the end of the queue that are split; 0 when ``split_k`` is 1.
         claim_run: Tiles claimed at once while the queue is deep.
         xcd_bucketing: Whether the tile queue is bucketed by XCD.
         num_xcds: XCDs to bucket by, 1 when ``xcd_bucketing`` is off.
-        transport: ``pull``: the input is complete before the call, so nobody waits for it.
+        transport: ``pull``: the input is complete before the call, so nobody waits for it;
+            ``push``: for one that does not lie in symmetric memory.
         policy: ``one_way``, ``two_way``, ``fixed`` or ``serial``.
         rule: The rule that set the crew.
         reasons: Rule and source of every field; not part of equality.
@@ -179,6 +181,7 @@ class BulkRsPlan(PlanBase):
     cap: int
     reducers_per_peer: int
     num_movers: int
+    max_movers: int
     block_m: int
     block_n: int
     block_k: int
@@ -188,6 +191,8 @@ class BulkRsPlan(PlanBase):
     unit_rows: int
     unit_cols: int
     source_unroll: int
+    copy_elements: int
+    copy_depth: int
     split_k: int
     split_tiles: int
     claim_run: int
@@ -204,8 +209,7 @@ class BulkRsPlan(PlanBase):
         self.check_fields()
         self.check_split()
         self.check_movers("reducers_per_peer")
-        if self.transport != "pull":
-            raise PlanError("transport", self.transport, "pull", "bulk_rs is pulled only")
+        self.check_saturation()
 
 
 TpPlan = AgGemmPlan | GemmRsPlan | BulkAgPlan | BulkRsPlan

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from kosmos_core.device.gemm import NT
 from kosmos_core.device.roles import FIXED, ONE_WAY, TWO_WAY
+from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_heuristics import load_machine
+from kosmos_heuristics.gemm_rs import UNIT_COLS, UNIT_ROWS
 from kosmos_heuristics.plans import MAX_COPY_DEPTH
 from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
 
@@ -19,14 +22,28 @@ from kosmos_tpsp.device.config import (
     GATHER_ONLY,
     PULL,
     PUSH,
+    REDUCE_ONLY,
     BulkAgConfig,
     BulkAgOperands,
+    BulkRsConfig,
+    GradientOperands,
+    gradient_splits,
 )
 from kosmos_tpsp.kernels.bulk_ag import bulk_ag_kernel
+from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
+from kosmos_tpsp.ops.bulk_rs import reduce_elements
 
 AG_OPERANDS = BulkAgOperands._make(["*bf16"] * 6 + ["*fp32"])
 AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 UNEVEN = {"EVEN_K": 0, "EVEN_N": 0}
+RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
+RAGGED = {**UNEVEN, "EVEN_M": 0}
+# What a ragged, split tile may spill on AMD.
+ALLOWED: dict[str, Any] = {
+    "allow_spills": 48,
+    "reason": "tokens and features ragged at once, and the tile split: masks of both factors and "
+    "the other part of the sum take more registers than there are",
+}
 
 
 def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
@@ -40,6 +57,7 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "HANDOVER": 1,
+            "SCATTERS": 0,
             "SLICES": 4,
             "COPY_DEPTH": MAX_COPY_DEPTH,
             "GROUP_M": 8,
@@ -95,4 +113,85 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
         mma=1 if builds else 0,
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
+    )
+
+
+def bulk_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
+    """Every configuration of `bulk_rs` that plans can choose."""
+    machine = load_machine(machine_name)
+    vendor = int((AMD if target.startswith("gfx") else NVIDIA).value)
+    unit = UNIT_ROWS * UNIT_COLS[machine.rule_set]
+    for tile in machine.tiles:
+        base: dict[str, Any] = {
+            **tile_constants(machine, tile),
+            "TRANSPORT": PULL,
+            "LAYOUT": NT,
+            "POLICY": ONE_WAY,
+            "PHASE": FUSED,
+            "MAIN_GRAD": 0,
+            "SCATTERS": 1,
+            "SLICES": 16,
+            "COPY_ELEMENTS": copy_step_bytes(machine, "push") // 2,
+            "COPY_DEPTH": MAX_COPY_DEPTH,
+            "REDUCE_AHEAD": 1,
+            "GROUP_M": 8,
+            "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
+            "EVEN_M": 1,
+        }
+        variants: list[tuple[dict[str, Any], int, int]] = [
+            ({"TRANSPORT": t, "MAIN_GRAD": main, "SPLIT_K": split}, world, 0)
+            for t, main, split, world in product((PULL, PUSH), (0, 1), (1, 2, 4), (2, 8))
+        ]
+        variants += [({"MAIN_GRAD": main, "SPLIT_K": 2}, 1, 0) for main in (0, 1)]
+        variants += [
+            ({"TRANSPORT": t, **changes}, 2, 0)
+            for t in (PULL, PUSH)
+            for changes in (
+                {"POLICY": FIXED},
+                {"PHASE": BUILD_ONLY},
+                {"PHASE": REDUCE_ONLY},
+                RAGGED,
+                {"EVEN_K": 0, "SPLIT_K": 2},
+                {**RAGGED, "MAIN_GRAD": 1, "SPLIT_K": 2},
+                {**RAGGED, "SPLIT_K": 4},
+                {**RAGGED, **ROWS_OF_8},
+                {**RAGGED, **ROWS_OF_8, "MAIN_GRAD": 1},
+            )
+        ]
+        variants += [({}, 3, 0), ({}, 4, 0), ({"CLAIM_RUN": 1}, 2, 0), ({}, 2, 1024)]
+        if tile is not machine.tile:
+            variants = [
+                ({"MAIN_GRAD": main, "SPLIT_K": split}, 2, 0)
+                for main, split in product((0, 1), (1, 2))
+            ]
+        for changes, world, trace in variants:
+            config = {**base, **changes, "REDUCE_ELEMENTS": reduce_elements(world, unit)}
+            adds = bool(config["MAIN_GRAD"])
+            config["STORE_SPLITS"] = gradient_splits(tile.block_n, adds, vendor)
+            rows_of = config.pop("ROWS_OF", 16)
+            operands = GradientOperands._make(
+                ["*bf16"] * 5 + ["*fp32" if adds else "*bf16", "*fp32"]
+            )
+            yield case(
+                bulk_rs_kernel, target, tile, operands, RS_COUNTS,
+                constexprs(BulkRsConfig, config), changes, world, trace, rows_of,
+                _expected_rs(target, config, world), ("m", "n"),
+            )  # fmt: skip
+
+
+def _expected_rs(target: str, config: dict[str, Any], world: int) -> Expectations:
+    """Fewest ordered operations that the assembly must hold, and what it may spill."""
+    builds = config["PHASE"] is not REDUCE_ONLY
+    reduces = config["PHASE"] is not BUILD_ONLY
+    sends = world > 1 and reduces and config["TRANSPORT"] is PUSH
+    cornered = config["SPLIT_K"] > 1 and not (config["EVEN_K"] or config["EVEN_M"])
+    return Expectations(
+        release_sys=1 + sends if world > 1 else 0,
+        release_gpu=1,
+        acquire_sys=1 + sends if world > 1 else 0,
+        wide_load=2 if reduces else 0,
+        mma=1 if builds else 0,
+        tma_load=1 if builds and target == "sm_90" else 0,
+        tma_store=1 if builds and target == "sm_90" else 0,
+        **(ALLOWED if target == "gfx950" and cornered else {}),
     )

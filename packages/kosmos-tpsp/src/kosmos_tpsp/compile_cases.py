@@ -17,7 +17,7 @@ from kosmos_heuristics.gemm_rs import SOURCE_UNROLL, UNIT_COLS, UNIT_ROWS
 from kosmos_heuristics.plans import MAX_COPY_DEPTH
 from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
 
-from kosmos_tpsp.compile_bulk import bulk_ag_cases
+from kosmos_tpsp.compile_bulk import bulk_ag_cases, bulk_rs_cases
 from kosmos_tpsp.compile_parts import (
     CONTEXT_POINTERS,
     ROWS_OF_8,
@@ -57,6 +57,7 @@ def compile_cases() -> list[CompileCase]:
         cases += _ag_gemm_cases(target, machine)
         cases += _gemm_rs_cases(target, machine)
         cases += bulk_ag_cases(target, machine)
+        cases += bulk_rs_cases(target, machine)
         cases += _small_cases(target)
     return cases
 
@@ -73,6 +74,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "KEEP_GATHERED": 0,
+            "SCATTERS": 0,
             "SLICES": 4,
             "COPY_DEPTH": MAX_COPY_DEPTH,
             "GROUP_M": 8,
@@ -154,6 +156,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "SLICES": 16,
+            "REDUCE_AHEAD": 0,
             "BAND_ROWS": 1,
         }
         variants: list[tuple[dict[str, Any], int, int]] = [

@@ -14,7 +14,7 @@ from kosmos_heuristics import Machine
 from kosmos_tpsp.device.config import store_splits
 
 CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
-# Marks a case whose n and k are multiples of 8, not 16: triton specialises them on 16.
+# Marks a case whose row sizes are multiples of 8, not 16: triton specialises them on 16.
 ROWS_OF_8 = {"ROWS_OF": 8}
 
 
@@ -56,6 +56,7 @@ def case(
     trace: int,
     rows_of: int,
     expect: Expectations,
+    row_sizes: tuple[str, ...] = ("n", "k"),
 ) -> CompileCase:
     """A case of a kernel that takes (ops, ctx, *counts, CONFIG).
 
@@ -69,8 +70,9 @@ def case(
         changes: constants that the case is named after.
         world: ranks.
         trace: events that a workgroup may record.
-        rows_of: what divides n and k.
+        rows_of: what divides the row sizes.
         expect: what the machine code must hold.
+        row_sizes: integers that are elements of a row.
     """
     words = [f"{k.lower()}={getattr(v, 'value', v)}" for k, v in changes.items()]
     shape = f"{tile.block_m}x{tile.block_n} world={world} trace={trace}"
@@ -87,7 +89,7 @@ def case(
         divisible_by_16=(
             *(f"ops.{f}" for f in operands._fields),
             *(f"ctx.{f}" for f in CONTEXT_POINTERS),
-            *(("n", "k") if rows_of == 16 else ()),
+            *(row_sizes if rows_of == 16 else ()),
         ),
         target=target,
         # What `World.launch` passes, and no more.

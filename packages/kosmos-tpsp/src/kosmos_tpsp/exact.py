@@ -76,3 +76,13 @@ def bulk_ag(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]
     """The gathered rows, and the product beside them."""
     product = draw("dy", rank).double() @ draw("w", rank).double()
     return {"gathered": Wanted.rows(gathered(draw, "x", size)), "dx": Wanted.of(product)}
+
+
+def bulk_rs(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:
+    """The sum over ranks of the own rows of dx, bit by bit, and the weight gradient."""
+    total = draw("dx", 0).chunk(size)[rank].float()
+    for source in range(1, size):
+        # FP32 in this order is what is promised.
+        total = total + draw("dx", source).chunk(size)[rank].float()
+    product = draw("dy", rank).double().t() @ draw("x", rank).double()
+    return {"dx_shard": Wanted.rows(total.to(torch.bfloat16)), "dw": Wanted.of(product)}

@@ -40,28 +40,59 @@ def gemm_rs(x: torch.Tensor, w: torch.Tensor, world: World) -> torch.Tensor:
 
     Communication: one all-to-all of the products.
     """
-    product = x @ w.t()
-    parts = world.all_to_all_tensor(product).float().chunk(world.size)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(x.dtype)
+    return _reduce_scatter(x @ w.t(), world)
 
 
 def bulk_ag(
     x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, world: World
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All-gather of one operand, and a GEMM of two others.
+    """All-gather of the input of a column-parallel linear, and the gradient of that input.
 
     Args:
-        x: [chunk_rows, n], this rank's rows.
-        dy: [m, k], all rows with this rank's part of the width.
+        x: [m / world size, n], this rank's rows.
+        dy: [m, k], gradient of all rows of this rank's part of the output.
         w: [k, n].
         world: the ranks.
 
     Returns:
-        (gathered [chunk_rows * world size, n], dx = dy @ w [m, n]) in x's dtype.
+        (gathered [m, n], dx [m, n]) in x's dtype; dx = dy @ w is this rank's part of a sum over
+        ranks.
 
     Communication: one all-gather of x.
     """
     return world.all_gather_tensor(x), dy @ w
+
+
+def bulk_rs(
+    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, world: World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over ranks of the input gradient's rows that each rank owns, and the weight gradient.
+
+    Args:
+        dx: [k, n], this rank's part of the gradient of all k tokens.
+        dy: [k, m], gradient of this rank's part of the output.
+        x: [k, n], the gathered input.
+        world: the ranks.
+
+    Returns:
+        (dx_shard [k / world size, n], dw [m, n] = dy.T @ x) in x's dtype; the sum is taken in FP32
+        with rank 0 first and rounded once.
+
+    Communication: one all-to-all of dx.
+    """
+    return _reduce_scatter(dx, world), dy.t() @ x
+
+
+def _reduce_scatter(parts: torch.Tensor, world: World) -> torch.Tensor:
+    """Each rank's chunk of the rows, summed over ranks in FP32, rank 0 first, rounded once.
+
+    Args:
+        parts: [rows, n].
+        world: the ranks.
+    """
+    rows, n = parts.shape
+    chunks = world.all_to_all_tensor(parts).float().view(world.size, rows // world.size, n)
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total = total + chunk
+    return total.to(parts.dtype)

@@ -51,7 +51,8 @@ KEEP_QUEUE = tl.constexpr(192)
 SPLIT_QUEUE = tl.constexpr(224)
 JOIN_QUEUE = tl.constexpr(256)
 POISON_QUEUE = tl.constexpr(288)
-COUNTERS = tl.constexpr(320)  # arrival words of (source, tile row), then split-K tickets
+REDUCE_QUEUE = tl.constexpr(320)
+COUNTERS = tl.constexpr(352)  # arrival words of (source, tile row), then split-K tickets
 SET_GRANULE = tl.constexpr(1024)  # a set is a multiple of this, to be zeroed by whole blocks
 
 # Signal words (int64).

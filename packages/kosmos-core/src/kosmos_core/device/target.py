@@ -11,6 +11,7 @@ import triton.language as tl
 
 NVIDIA = tl.constexpr(0)
 AMD = tl.constexpr(1)
+CLAMPED = tl.constexpr(2)
 CLOCK_LANES = tl.constexpr(256)  # one a thread of eight warps
 
 
@@ -176,9 +177,11 @@ def load_tile(
     if TARGET == NVIDIA:
         return view.load([chunk, row, col]).reshape(BLOCK_ROWS, BLOCK_COLS)
     else:
-        # Rows past the end read the last row, so that those not masked stay inside.
         row_ids = row + tl.arange(0, BLOCK_ROWS)
-        rows = tl.minimum(row_ids, view.rows - 1).to(tl.int64)
+        rows = row_ids.to(tl.int64)
+        if EVEN_ROWS == CLAMPED:
+            # Rows past the end read the last row: they are not masked, and stay inside.
+            rows = tl.minimum(row_ids, view.rows - 1).to(tl.int64)
         cols = col + tl.arange(0, BLOCK_COLS)
         base = view.ptr + view.rows.to(tl.int64) * view.cols * chunk
         pointers = base + rows[:, None] * view.cols + cols[None, :]
@@ -215,3 +218,28 @@ def store_tile(
         inside = (rows < view.rows)[:, None] & (cols < view.cols)[None, :]
         offsets = rows.to(tl.int64)[:, None] * view.cols + cols[None, :]
         tl.store(base + offsets, value, mask=inside)
+
+
+@triton.jit
+def add_tile(
+    view,
+    chunk,
+    row,
+    col,
+    value,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Adds the part of a tile that lies inside its chunk to what is there."""
+    if TARGET == NVIDIA:
+        held = view.load([chunk, row, col])
+        view.store([chunk, row, col], held + value.reshape(1, BLOCK_ROWS, BLOCK_COLS))
+    else:
+        # One set of pointers for both: two do not fit beside a split tile.
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        cols = col + tl.arange(0, BLOCK_COLS)
+        base = view.ptr + view.rows.to(tl.int64) * view.cols * chunk
+        inside = (rows < view.rows)[:, None] & (cols < view.cols)[None, :]
+        pointers = base + rows.to(tl.int64)[:, None] * view.cols + cols[None, :]
+        tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + value, mask=inside)

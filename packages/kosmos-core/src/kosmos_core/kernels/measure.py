@@ -107,7 +107,7 @@ def gemm_kernel(
         col = tile.column * BLOCK_N
         acc = gemm_tile(
             a_view, b_view, 0, row, col, 0, k, 0.0, TN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True,
-            True, TARGET,
+            True, True, TARGET,
         )  # fmt: skip
         store_accumulator(c_view, 0, row, col, acc, BLOCK_M, BLOCK_N, 1, TARGET)
         index = queue_claim(head_ptr)

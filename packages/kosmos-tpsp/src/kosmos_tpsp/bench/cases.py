@@ -88,7 +88,13 @@ def parse_cases(spec: str, layout: str, world_size: int, op: str = "ag_gemm") ->
 
 
 def order_cases(op: str = "ag_gemm") -> list[Case]:
-    """The shapes of the queue-order ablation, in all layouts."""
+    """The shapes of the queue-order ablation, in all layouts.
+
+    Raises:
+        ValueError: the operation has no orders to choose from.
+    """
+    if op not in ORDER_ABLATION:
+        raise ValueError(f"order-ablation: got {op}, wanted one of {', '.join(ORDER_ABLATION)}")
     return [
         case
         for layout, names in ORDER_ABLATION[op].items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,9 +78,29 @@ def fp64_error_of_sum(
         world: the ranks.
         samples: rows of each rank to compare.
     """
+    return _error_of_sum(got, lambda every: x[every].double() @ w.double().t(), world, samples)
+
+
+def fp64_error_of_rows(
+    got: torch.Tensor, parts: torch.Tensor, world: World, samples: int = 64
+) -> float:
+    """As `fp64_error_of_sum`, of rows that are there already. Collective.
+
+    Args:
+        got: [k / ranks, n] bfloat16, this rank's rows.
+        parts: [k, n] bfloat16, what this rank has of the sum.
+        world: the ranks.
+        samples: rows of each rank to compare.
+    """
+    return _error_of_sum(got, lambda every: parts[every].double(), world, samples)
+
+
+def _error_of_sum(
+    got: torch.Tensor, parts_of: Callable[[torch.Tensor], torch.Tensor], world: World, samples: int
+) -> float:
     own = got.shape[0]
     rows = torch.linspace(0, own - 1, min(samples, own), device=got.device).round().long()
     every = torch.cat([rows + owner * own for owner in range(world.size)])
-    parts = world.all_gather_tensor(x[every].double() @ w.double().t())
+    parts = world.all_gather_tensor(parts_of(every))
     exact = parts.view(world.size, world.size, len(rows), -1)[:, world.rank].sum(0)
     return float((got[rows].double() - exact).norm() / exact.norm())

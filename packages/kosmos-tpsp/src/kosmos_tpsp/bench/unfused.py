@@ -17,6 +17,7 @@ from kosmos_core.worlds.group import GroupWorld
 from kosmos_tpsp.bench import checking
 from kosmos_tpsp.bench.cases import Case
 from kosmos_tpsp.ops.ag_gemm import ag_gemm
+from kosmos_tpsp.ops.bulk_rs import bulk_rs
 from kosmos_tpsp.ops.catalog import DRIVERS, Sizes
 from kosmos_tpsp.ops.gemm_rs import gemm_rs
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -197,6 +198,31 @@ def _bulk_ag_error(data: Data, outs: Tensors, written: Tensors) -> float:
     return checking.fp64_error(outs["dx"], data.given["dy"], data.given["w"], "nn")
 
 
+def _bulk_rs_sequence(data: Data) -> Tensors:
+    reduce_scatter(data.outs["dx_shard"], data.given["dx"], data.world)
+    return {"dx_shard": data.outs["dx_shard"], **_bulk_rs_gemm(data)}
+
+
+def _bulk_rs_gemm(data: Data) -> Tensors:
+    dy, x = data.given["dy"], data.given["x"]
+    return {"dw": torch.mm(dy.t(), x, out=data.outs["dw"])}
+
+
+def _bulk_rs_own(data: Data, solo: TpSpWorkspace) -> Tensors:
+    # It has no call that multiplies and nothing else: alone it copies the rows, here those of x.
+    dy, x, dw = data.given["dy"], data.given["x"], data.outs["dw"]
+    bulk_rs(x, dy, x, solo, dw=dw, force=True)
+    return {"dw": dw}
+
+
+def _bulk_rs_error(data: Data, outs: Tensors, written: Tensors) -> float:
+    given = data.given
+    gradient = checking.fp64_error(outs["dw"], given["dy"].t(), given["x"], "nt")
+    if "dx_shard" not in outs:
+        return gradient
+    return max(gradient, checking.fp64_error_of_rows(outs["dx_shard"], given["dx"], data.world))
+
+
 UNFUSED = {
     "ag_gemm": Unfused(
         {}, ("gathered",),
@@ -207,6 +233,9 @@ UNFUSED = {
         _gemm_rs_sequence, _gemm_rs_gemm, _gemm_rs_own, _gemm_rs_async, _gemm_rs_error,
     ),
     "bulk_ag": Unfused(
-        {}, (), _bulk_ag_sequence, _bulk_ag_gemm, _bulk_ag_own, None, _bulk_ag_error
+        {}, (), _bulk_ag_sequence, _bulk_ag_gemm, _bulk_ag_own, None, _bulk_ag_error,
+    ),
+    "bulk_rs": Unfused(
+        {}, (), _bulk_rs_sequence, _bulk_rs_gemm, _bulk_rs_own, None, _bulk_rs_error,
     ),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kosmos_core.device import barrier, flags, queue, roles
 
 from kosmos_tpsp.cli.plant_list_bulk_ag import BESIDE_PLANTS
+from kosmos_tpsp.cli.plant_list_bulk_rs import BULK_RS_PLANTS
 from kosmos_tpsp.cli.plant_list_pull import PULL_PLANTS
 from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
@@ -46,10 +47,10 @@ _PUBLISH = [
         (
             (
                 gather.transport,
-                "copy_run(ops.x_ptr + offset, to_ptr",
+                "from_ptr = sent_rows(",
                 "flag_arrive(peer_ptr(ctx, ARRIVAL, peer, tl.int32) "
                 "+ call.parity * ctx.ARRIVAL_WORDS + call.rank * ctx.MAX_ROWS + tile_row, "
-                '"sys", ctx.TARGET)\n            copy_run(ops.x_ptr + offset, to_ptr',
+                '"sys", ctx.TARGET)\n            from_ptr = sent_rows(',
             ),
             (gather.move_unit, "if standing.ok != 0:", "if standing.ok == 2:"),
         ),
@@ -458,6 +459,7 @@ PLANTS: dict[str, Plant] = {
         SCATTER_PLANTS,
         PULL_PLANTS,
         BESIDE_PLANTS,
+        BULK_RS_PLANTS,
     )
     for plant in plants
 }  # fmt: skip

@@ -70,7 +70,11 @@ SCATTER_PLANTS = [
         "own_tiles_unawaited",
         "consume",
         "movers wait for what peers send, not for what their own builders do",
-        (scatter.await_arrivals, "range(ctx.WORLD)", "range(1, ctx.WORLD)"),
+        (
+            scatter.await_arrivals,
+            "tiles_of_row(grid, tile_row, CONFIG), 0)",
+            "tiles_of_row(grid, tile_row, CONFIG), 1)",
+        ),
     ),
     _plant(
         "next_row_unawaited",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from kosmos_core.device.barrier import agree_kernel
 from kosmos_core.errors import KosmosError
 from kosmos_core.workspace import DEFAULT_TIMEOUT_S
 from kosmos_core.worlds import World, cpu_world
@@ -34,7 +35,7 @@ class Meter:
     """Counts, by rank, the launches of a world and, on the executor, bytes moved between ranks.
 
     Attributes:
-        launches: by each rank.
+        launches: by each rank, of kernels that move something.
         measures: whether bytes are counted.
 
     Args:
@@ -72,7 +73,9 @@ class Meter:
         num_warps: int,
         num_stages: int,
     ) -> None:
-        self.launches[self._world.rank] += 1
+        # What moves nothing stands between calls.
+        if kernel is not agree_kernel:
+            self.launches[self._world.rank] += 1
         self._launch(kernel, num_wgs, args, key, num_warps=num_warps, num_stages=num_stages)
 
     def _counted(self, make: Callable[..., Any], scheduler: Any) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from kosmos_tpsp.cli.rig import Rig, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions
 from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
@@ -206,6 +207,15 @@ def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
     )
 
 
+def _bulk_rs_options(rng: random.Random, split_k: int | None) -> BulkRsOptions:
+    return BulkRsOptions(
+        policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
+        transport=rng.choice((None, "pull", "push", "push")),
+        reducers_per_peer=rng.choice((None, None, 1, 2, 3)),
+        split_k=split_k,
+    )
+
+
 def _gather_options(rng: random.Random, split_k: int | None) -> AgGemmOptions:
     chosen: dict[str, Any] = {
         "layout": rng.choice(("tn", "tn", "nn")),
@@ -234,4 +244,5 @@ OPTIONS: dict[str, Callable[[random.Random, int | None], Any]] = {
     "ag_gemm": _gather_options,
     "gemm_rs": _scatter_options,
     "bulk_ag": _beside_options,
+    "bulk_rs": _bulk_rs_options,
 }

@@ -71,10 +71,21 @@ def reduce_splits(partials, ctx, call, acc, split_tile, part, CONFIG):
 
 
 @triton.jit
-def tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TARGET: tl.constexpr):
+def tile_sum(
+    a_view,
+    weights,
+    chunk,
+    standing,
+    tile,
+    k_begin,
+    k_end,
+    CONFIG,
+    TARGET: tl.constexpr,
+    EVEN_M: tl.constexpr = True,
+):
     """The fp32 tile over part of the contraction, of rows of chunk `chunk` of A.
 
-    Once the call is aborted nothing is read and the tile is NaN.
+    EVEN_M: as `gemm_tile` has it. Once the call is aborted nothing is read and the tile is NaN.
     """
     begin_with = 0.0
     if standing.ok == 0:
@@ -83,7 +94,7 @@ def tile_sum(a_view, weights, chunk, standing, tile, k_begin, k_end, CONFIG, TAR
     return gemm_tile(
         a_view, weights, chunk, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N,
         k_begin, k_end, begin_with, CONFIG.LAYOUT, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.BLOCK_K,
-        CONFIG.STAGES, CONFIG.EVEN_K, CONFIG.EVEN_N, TARGET,
+        CONFIG.STAGES, CONFIG.EVEN_K, EVEN_M, CONFIG.EVEN_N, TARGET,
     )  # fmt: skip
 
 

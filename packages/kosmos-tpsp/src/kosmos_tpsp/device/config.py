@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import triton.language as tl
+from kosmos_core.device.target import AMD
 
 PULL = tl.constexpr(0)
 PUSH = tl.constexpr(1)
@@ -25,6 +26,7 @@ class AgGemmConfig(NamedTuple):
     POLICY: tl.constexpr
     PHASE: tl.constexpr
     KEEP_GATHERED: tl.constexpr
+    SCATTERS: tl.constexpr
     SLICES: tl.constexpr
     COPY_ELEMENTS: tl.constexpr
     COPY_DEPTH: tl.constexpr
@@ -76,6 +78,7 @@ class BulkAgConfig(NamedTuple):
     POLICY: tl.constexpr
     PHASE: tl.constexpr
     HANDOVER: tl.constexpr
+    SCATTERS: tl.constexpr
     SLICES: tl.constexpr
     COPY_ELEMENTS: tl.constexpr
     COPY_DEPTH: tl.constexpr
@@ -127,6 +130,7 @@ class GemmRsConfig(NamedTuple):
     SLICES: tl.constexpr
     REDUCE_ELEMENTS: tl.constexpr
     SOURCE_UNROLL: tl.constexpr
+    REDUCE_AHEAD: tl.constexpr
     TILE_ROW_ROWS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -160,10 +164,73 @@ class ScatterOperands(NamedTuple):
     partial_ptr: tl.tensor
 
 
-def store_splits(block_n: int) -> int:
+class BulkRsConfig(NamedTuple):
+    """Constants of one compiled variant of `bulk_rs`; every field is a constexpr.
+
+    MAIN_GRAD: the product is added to an fp32 matrix instead of being rounded into a bf16 one.
+    """
+
+    TRANSPORT: tl.constexpr
+    POLICY: tl.constexpr
+    PHASE: tl.constexpr
+    MAIN_GRAD: tl.constexpr
+    LAYOUT: tl.constexpr
+    SCATTERS: tl.constexpr
+    SLICES: tl.constexpr
+    COPY_ELEMENTS: tl.constexpr
+    COPY_DEPTH: tl.constexpr
+    REDUCE_ELEMENTS: tl.constexpr
+    REDUCE_AHEAD: tl.constexpr
+    TILE_ROW_ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    STAGES: tl.constexpr
+    GROUP_M: tl.constexpr
+    SPLIT_K: tl.constexpr
+    CLAIM_RUN: tl.constexpr
+    XCDS: tl.constexpr
+    XCD_RUN: tl.constexpr
+    STORE_SPLITS: tl.constexpr
+    EVEN_K: tl.constexpr
+    EVEN_M: tl.constexpr
+    EVEN_N: tl.constexpr
+
+
+class GradientOperands(NamedTuple):
+    """Matrices of a reduction beside a weight gradient, row-major.
+
+    Attributes:
+        x_ptr: bf16 [tokens, n], this rank's part of a sum over ranks: what is reduced.
+        out_ptr: bf16 [tokens / world, n], the sum over ranks of this rank's rows.
+        landing_ptr: bf16 [world, tokens / world, n], pushed: what every peer has of them.
+        left_ptr: bf16 [tokens, m], transposed the left factor of the weight gradient.
+        right_ptr: bf16 [tokens, n], the right factor.
+        gradient_ptr: [m, n] bf16, or fp32 with MAIN_GRAD.
+        partial_ptr: fp32 partial tiles of split tiles.
+    """
+
+    x_ptr: tl.tensor
+    out_ptr: tl.tensor
+    landing_ptr: tl.tensor
+    left_ptr: tl.tensor
+    right_ptr: tl.tensor
+    gradient_ptr: tl.tensor
+    partial_ptr: tl.tensor
+
+
+def store_splits(block_n: int, element_bytes: int = 2) -> int:
     """Column parts in which a tile is stored.
 
     A tile is written out while the next one is computed, so its staging stands beside the buffers
-    of the pipeline. Wider than 128 columns it does not fit there whole.
+    of the pipeline. Wider than 256 bytes it does not fit there whole.
     """
-    return 1 if block_n <= 128 else 2
+    return max(1, block_n * element_bytes // 256)
+
+
+def gradient_splits(block_n: int, adds: bool, target: int) -> int:
+    """Column parts in which `bulk_rs` stores a tile, or adds it to an fp32 matrix.
+
+    AMD has no staging, but no registers for more of a masked tile either.
+    """
+    return store_splits(block_n, (4 if adds else 2) * (2 if target == AMD.value else 1))

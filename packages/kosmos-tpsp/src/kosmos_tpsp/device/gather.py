@@ -128,8 +128,23 @@ def unit_target(ctx, call, tile_row, step, CONFIG):
 
 
 @triton.jit
+def sent_rows(ops, chunk, offset, peer, CONFIG):
+    """Push: where the rows that a peer is to get lie here.
+
+    A gather sends everybody the own chunk; a reduction sends each peer the chunk that it owns.
+    """
+    if CONFIG.SCATTERS:
+        return ops.x_ptr + peer * chunk + offset
+    else:
+        return ops.x_ptr + offset
+
+
+@triton.jit
 def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
-    """Copies a unit: own rows to the peer's gather region, or its rows to the gathered input."""
+    """Copies a unit: rows from here to the peer's gather region, or its rows to the gathered input.
+
+    k: elements of a row.
+    """
     standing = start_hold(ctx, call, standing, peer, PHASE_GATHER)
     first, rows = slice_rows(grid, tile_row, part, CONFIG)
     offset = first.to(tl.int64) * k
@@ -137,7 +152,8 @@ def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
     if CONFIG.TRANSPORT == PUSH:
         if standing.ok != 0:
             to_ptr = peer_ptr(ctx, GATHER, peer, tl.bfloat16) + call.rank * chunk + offset
-            copy_run(ops.x_ptr + offset, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+            from_ptr = sent_rows(ops, chunk, offset, peer, CONFIG)
+            copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
     else:
         to_ptr = ops.gathered_ptr + peer * chunk + offset
         if standing.ok != 0:

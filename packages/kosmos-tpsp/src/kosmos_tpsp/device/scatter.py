@@ -30,6 +30,7 @@ from kosmos_core.device.layout import (
     GATHER,
     PHASE_BUILD,
     PHASE_REDUCE,
+    REDUCE_QUEUE,
     UNIT_QUEUE,
     Standing,
 )
@@ -196,12 +197,14 @@ def build_and_send(ops, ctx, call, standing, grid, n, k, builders, split_tiles, 
 
 
 @triton.jit
-def await_arrivals(ctx, call, standing, grid, tile_row, CONFIG):
-    """Waits until all tiles of a tile row of the own chunk have arrived from every rank."""
+def await_sources(ctx, call, standing, tile_row, wanted, FIRST: tl.constexpr):
+    """Waits until every rank has counted `wanted` arrivals into a tile row of the own chunk.
+
+    FIRST: 0, or 1 to leave out this rank itself.
+    """
     words_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
-    wanted = tiles_of_row(grid, tile_row, CONFIG)
     ok = standing.ok
-    for step in range(ctx.WORLD):
+    for step in range(FIRST, ctx.WORLD):
         source = peer_at(call.rank, step, ctx.WORLD)
         # After an abort this returns at once, too.
         arrived = flag_wait(
@@ -210,6 +213,38 @@ def await_arrivals(ctx, call, standing, grid, tile_row, CONFIG):
         )  # fmt: skip
         ok = tl.minimum(ok, arrived)
     return Standing(standing.held, ok)
+
+
+@triton.jit
+def await_arrivals(ctx, call, standing, grid, tile_row, CONFIG):
+    """Waits until all tiles of a tile row of the own chunk have arrived from every rank."""
+    return await_sources(ctx, call, standing, tile_row, tiles_of_row(grid, tile_row, CONFIG), 0)
+
+
+@triton.jit
+def await_unless_here(ctx, call, standing, grid, tile_row, CONFIG):
+    """`await_arrivals`, but in a launch that only adds up: it follows one that has waited."""
+    if CONFIG.PHASE != REDUCE_ONLY:
+        standing = await_arrivals(ctx, call, standing, grid, tile_row, CONFIG)
+    return standing
+
+
+@triton.jit
+def landing_slots(ops, ctx, call, chunk, CONFIG):
+    """Where the own rows of every rank lie: in the slots of the landing region, by source."""
+    slots = (ops.landing_ptr,)
+    for source in tl.static_range(1, ctx.WORLD):
+        slots = slots + (ops.landing_ptr + source * chunk,)
+    return slots
+
+
+@triton.jit
+def advance_all(sources, offset, SOURCES: tl.constexpr):
+    """Every pointer `offset` elements further."""
+    further = (sources[0] + offset,)
+    for source in tl.static_range(1, SOURCES):
+        further = further + (sources[source] + offset,)
+    return further
 
 
 @triton.jit
@@ -229,34 +264,38 @@ def await_all_partials(ctx, call, standing, grid, CONFIG):
 
 
 @triton.jit
-def add_up(ops, ctx, call, standing, grid, n, CONFIG):
-    """A mover: units of the own chunk in queue order until none is left."""
+def add_up(ops, ctx, call, standing, grid, n, CONFIG, AWAIT: tl.constexpr, SOURCES: tl.constexpr):
+    """A mover: units of the own chunk in queue order until none is left.
+
+    AWAIT: (ctx, call, standing, grid, tile_row, CONFIG) waits for a tile row at all sources.
+    SOURCES: (ops, ctx, call, chunk, CONFIG) gives the address of the own chunk at each of them, in
+        rank order; a chunk has `chunk` elements.
+    """
     ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
     units = grid.tile_rows * CONFIG.SLICES
     chunk = grid.chunk_rows.to(tl.int64) * n
+    sources = SOURCES(ops, ctx, call, chunk, CONFIG)
     ready = units * 0 - 1
     # One claim only stands in the source: triton 3.6 on AMD merges two into an irreducible loop.
     unit = units * 0
     while unit < units:
-        unit = queue_claim(call.set_ptr + UNIT_QUEUE)
+        unit = queue_claim(call.set_ptr + REDUCE_QUEUE)
         if unit < units:
             tile_row = unit // CONFIG.SLICES
             first = tile_row * CONFIG.TILE_ROW_ROWS + unit % CONFIG.SLICES * ROWS
             elements = tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0) * n
-            # Units are claimed in order, and neighbours share a tile row. A launch that only adds
-            # up follows one that has waited.
-            if CONFIG.PHASE != REDUCE_ONLY:
-                if tile_row != ready:
-                    begin = trace_begin(ctx)
-                    standing = await_arrivals(ctx, call, standing, grid, tile_row, CONFIG)
-                    trace_end(ctx, WAIT, tile_row, begin)
-                    ready = tile_row
+            # Units are claimed in order, and neighbours share a tile row.
+            if tile_row != ready:
+                begin = trace_begin(ctx)
+                standing = AWAIT(ctx, call, standing, grid, tile_row, CONFIG)
+                trace_end(ctx, WAIT, tile_row, begin)
+                ready = tile_row
             begin = trace_begin(ctx)
             offset = first.to(tl.int64) * n
             if standing.ok != 0:
                 reduce_run(
-                    ops.landing_ptr + offset, chunk, ops.out_ptr + offset, elements, ctx.WORLD,
-                    CONFIG.REDUCE_ELEMENTS,
+                    advance_all(sources, offset, ctx.WORLD), ops.out_ptr + offset, elements,
+                    ctx.WORLD, CONFIG.REDUCE_ELEMENTS, CONFIG.REDUCE_AHEAD,
                 )  # fmt: skip
             else:
                 fill_nan(ops.out_ptr + offset, elements, CONFIG.REDUCE_ELEMENTS)

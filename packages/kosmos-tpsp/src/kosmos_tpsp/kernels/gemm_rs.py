@@ -16,7 +16,13 @@ from kosmos_core.device.tiles import Grid
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
 from kosmos_tpsp.device.config import BUILD_ONLY, PULL, REDUCE_ONLY
-from kosmos_tpsp.device.scatter import add_up, await_all_partials, build_and_send
+from kosmos_tpsp.device.scatter import (
+    add_up,
+    await_all_partials,
+    await_unless_here,
+    build_and_send,
+    landing_slots,
+)
 from kosmos_tpsp.device.staging import (
     build_and_stage,
     poison_stale,
@@ -78,7 +84,9 @@ def gemm_rs_kernel(ops, ctx, m, n, k, num_movers, max_movers, split_tiles, call_
         if CONFIG.PHASE == BUILD_ONLY:
             standing = await_all_partials(ctx, call, standing, grid, CONFIG)
         elif moves:
-            standing = add_up(ops, ctx, call, standing, grid, n, CONFIG)
+            standing = add_up(
+                ops, ctx, call, standing, grid, n, CONFIG, await_unless_here, landing_slots
+            )
     trace_end(ctx, CALL, call.ticket, begin)
     last = call_leave(ctx, call, standing)
     if PULLS and CONFIG.PHASE != BUILD_ONLY:

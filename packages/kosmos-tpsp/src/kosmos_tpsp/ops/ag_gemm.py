@@ -187,6 +187,7 @@ def _configs(
         ORDER=tl.constexpr(ORDERS[plan.order]),
         PHASE=codes.FUSED,
         KEEP_GATHERED=tl.constexpr(int(problem.keeps_gathered)),
+        SCATTERS=tl.constexpr(0),
         SLICES=tl.constexpr(plan.slices),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),
         COPY_DEPTH=tl.constexpr(plan.copy_depth),

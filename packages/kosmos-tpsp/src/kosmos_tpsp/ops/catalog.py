@@ -13,6 +13,7 @@ from kosmos_tpsp.exact import Draw, Wanted
 from kosmos_tpsp.ops import custom, prepared
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
 from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag, describe_bulk_ag
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs, describe_bulk_rs
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, describe_gemm_rs, gemm_rs
 from kosmos_tpsp.ops.prepared import Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -43,6 +44,38 @@ class Sizes(NamedTuple):
 Shapes = Mapping[str, Callable[[Sizes], tuple[int, int]]]
 
 
+def _as_given(
+    given: Mapping[str, torch.Tensor], workspace: TpSpWorkspace, options: Any, copies: bool
+) -> Tensors:
+    return dict(given)
+
+
+def _handed_over(
+    given: Mapping[str, torch.Tensor], workspace: TpSpWorkspace, options: Any, copies: bool
+) -> Tensors:
+    """Dx in the workspace's handover, where `bulk_ag` leaves it, unless it is to be pushed."""
+    dx = given["dx"]
+    fits = (
+        workspace.hands_over
+        and isinstance(dx, torch.Tensor)
+        and dx.dim() == 2
+        and dx.dtype is torch.bfloat16
+        and 0 < dx.shape[0] <= workspace.max_tokens
+        and dx.shape[1] <= workspace.max_features
+    )
+    if options.transport == "push" or not fits or workspace.is_handover(dx):
+        return dict(given)
+    place = workspace.handover(*dx.shape)
+    if copies:
+        if workspace.last_op.startswith("bulk_rs"):
+            # Peers may still read there: they have left that call once they make another.
+            workspace.agree("handover", 0)
+        if workspace.world.device.type != "cuda":
+            workspace.synchronize()
+        place.copy_(dx)
+    return {**given, "dx": place}
+
+
 @dataclass(frozen=True)
 class Driver:
     """One op.
@@ -66,6 +99,8 @@ class Driver:
         operator: (options) the operator of the dispatcher, which takes (*operands, handle).
         wanted: what a call must give, in FP64.
         width: features of the workspace that a call takes.
+        place: (operands, workspace, options, copies) gives the operands where a call wants them;
+            without `copies` only the places.
     """
 
     name: str
@@ -85,6 +120,7 @@ class Driver:
     operator: Callable[[Any], Callable[..., Any]]
     wanted: Callable[[Draw, int, int, Any], dict[str, Wanted]]
     width: Callable[[Shape], int]
+    place: Callable[[Mapping[str, torch.Tensor], TpSpWorkspace, Any, bool], Tensors] = _as_given
 
     def call(
         self,
@@ -104,6 +140,7 @@ class Driver:
         Returns:
             The outputs by name, those that the choices leave out missing.
         """
+        given = self.place(given, workspace, options, True)
         memory = {key: outs[name] for name, key in self.into(options).items() if name in outs}
         made = self.op(*self._in_order(given), workspace, **memory, options=options)
         return self.named(made)
@@ -117,6 +154,7 @@ class Driver:
         self, given: Mapping[str, torch.Tensor], workspace: TpSpWorkspace, options: Any
     ) -> Prepared:
         """The plan and verdict of a call without making it."""
+        given = self.place(given, workspace, options, False)
         return self.describe_op(*self._in_order(given), workspace, options)
 
     def prepare(self, workspace: TpSpWorkspace, shape: Shape, options: Any) -> None:
@@ -234,6 +272,30 @@ DRIVERS = {
             operator=lambda options: custom.bulk_ag_op,
             wanted=exact.bulk_ag,
             width=lambda shape: shape[1],
+        ),
+        Driver(
+            name="bulk_rs",
+            title="bulk RS",
+            options=BulkRsOptions,
+            layouts=("nt",),
+            orders=(),
+            policies=("one_way", "fixed", "serial"),
+            transports=("pull", "push"),
+            crew="reducers_per_peer",
+            tokens="k",
+            operands={
+                "dx": lambda s: (s.k, s.n),
+                "dy": lambda s: (s.k, s.m),
+                "x": lambda s: (s.k, s.n),
+            },
+            outputs={"dx_shard": lambda s: (s.k // s.ranks, s.n), "dw": lambda s: (s.m, s.n)},
+            into=lambda options: {"dx_shard": "out", "dw": "dw"},
+            op=bulk_rs,
+            describe_op=describe_bulk_rs,
+            operator=lambda options: custom.bulk_rs_op,
+            wanted=exact.bulk_rs,
+            width=lambda shape: shape[1],
+            place=_handed_over,
         ),
     )
 }

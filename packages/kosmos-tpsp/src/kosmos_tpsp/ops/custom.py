@@ -1,7 +1,8 @@
 """Operators of the dispatcher: what autograd, `torch.compile` and CUDA graphs see.
 
-`torch.ops.kosmos.ag_gemm(x, w, call)`, `ag_gemm_gathered(x, w, call)`, `gemm_rs(x, w, call)` and
-`bulk_ag(x, dy, w, call)`; `call` comes from `kosmos_tpsp.ops.registry.call_handle`.
+`torch.ops.kosmos.ag_gemm(x, w, call)`, `ag_gemm_gathered(x, w, call)`, `gemm_rs(x, w, call)`,
+`bulk_ag(x, dy, w, call)`, `bulk_rs(dx, dy, x, call)` and `bulk_rs_added(dx, dy, x, main_grad,
+call)`; `call` comes from `kosmos_tpsp.ops.registry.call_handle`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.ops.registry import resolve
 
@@ -97,12 +99,52 @@ def _bulk_ag_fake(
     return x.new_empty((m, x.shape[1])), x.new_empty((m, w.shape[1]))
 
 
+@torch.library.custom_op("kosmos::bulk_rs", mutates_args=())
+def bulk_rs_op(
+    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`bulk_rs`: (dx_shard [k / world size, n], dw [m, n])."""
+    workspace, options = resolve(call)
+    shard, dw = bulk_rs(dx, dy, x, workspace, options=options)
+    assert dw is not None
+    return shard, dw
+
+
+@bulk_rs_op.register_fake
+def _bulk_rs_fake(
+    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    workspace, _ = resolve(call)
+    k, n = x.shape
+    return x.new_empty((k // workspace.world.size, n)), x.new_empty((dy.shape[1], n))
+
+
+@torch.library.custom_op("kosmos::bulk_rs_added", mutates_args=("main_grad",))
+def bulk_rs_added_op(
+    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, call: int
+) -> torch.Tensor:
+    """`bulk_rs` that adds the weight gradient to main_grad [m, n] float32: dx_shard."""
+    workspace, options = resolve(call)
+    return bulk_rs(dx, dy, x, workspace, main_grad=main_grad, options=options)[0]
+
+
+@bulk_rs_added_op.register_fake
+def _bulk_rs_added_fake(
+    dx: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, call: int
+) -> torch.Tensor:
+    workspace, _ = resolve(call)
+    return x.new_empty((x.shape[0] // workspace.world.size, x.shape[1]))
+
+
 __all__ = [
     "AgGemmOptions",
     "BulkAgOptions",
+    "BulkRsOptions",
     "GemmRsOptions",
     "ag_gemm_gathered_op",
     "ag_gemm_op",
     "bulk_ag_op",
+    "bulk_rs_added_op",
+    "bulk_rs_op",
     "gemm_rs_op",
 ]

@@ -59,20 +59,25 @@ class Prepared:
     label: str
 
 
-# (*operands, workspace, options): checks the choices of an op and plans its call.
+# (*operands, workspace, options, *facts): checks the choices of an op and plans its call.
 Planner = Callable[..., Prepared]
 
 
 def prepare(
-    plan: Planner, given: dict[str, torch.Tensor], workspace: TpSpWorkspace, options: Any
+    plan: Planner,
+    given: dict[str, torch.Tensor],
+    workspace: TpSpWorkspace,
+    options: Any,
+    *facts: Hashable,
 ) -> Prepared:
-    """The prepared call of an op, planned once for equal shapes and options.
+    """The prepared call of an op, planned once for equal shapes, options and facts.
 
     Args:
         plan: plans it.
         given: the operands by name, in the order that `plan` takes them.
         workspace: of the group.
         options: the choices, of a type that no other op has.
+        *facts: what else the plan depends on.
     """
     try:
         workspace.ensure_usable()
@@ -81,12 +86,16 @@ def prepare(
     device = workspace.world.device
     for name, tensor in given.items():
         validate.check_matrix(name, tensor, device)
-    key = (*(tensor.shape for tensor in given.values()), options)
-    return _remembered(workspace, key, lambda: plan(*given.values(), workspace, options))
+    key = (*(tensor.shape for tensor in given.values()), options, *facts)
+    return _remembered(workspace, key, lambda: plan(*given.values(), workspace, options, *facts))
 
 
 def describe(
-    plan: Planner, given: dict[str, torch.Tensor], workspace: TpSpWorkspace, options: Any
+    plan: Planner,
+    given: dict[str, torch.Tensor],
+    workspace: TpSpWorkspace,
+    options: Any,
+    *facts: Hashable,
 ) -> Prepared:
     """As `prepare`, for a caller whose peers make no call: nobody is told of what is refused.
 
@@ -94,7 +103,7 @@ def describe(
         ArgumentError, WorkspaceError, PeerError: as the op.
     """
     try:
-        return prepare(plan, given, workspace, options)
+        return prepare(plan, given, workspace, options, *facts)
     except Rejected as rejected:
         raise rejected.error from None
 
@@ -220,7 +229,7 @@ def decline_reason(
         machine: Machine = workspace.machine
         verdict = can_fuse(problem, machine, plan, speed=not (virtual or force))
         reason = None if verdict is None else verdict.reason
-    if reason is not None and problem.m > 0 and (label, reason) not in _LOGGED:
+    if reason is not None and problem.tokens > 0 and (label, reason) not in _LOGGED:
         _LOGGED.add((label, reason))
         LOG.warning("%s takes the reference path: %s", label, reason)
     return reason
