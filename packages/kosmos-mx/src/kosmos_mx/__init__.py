@@ -1,11 +1,13 @@
-"""MXFP8: formats, quantised tensors and the device functions that the kernels call for them.
-
-Nothing is in this package yet: it holds its name and its version.
-"""
+"""MXFP8: formats, quantised matrices, their GEMMs, and device functions for other kernels."""
 
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["__version__"]
+from kosmos_mx.ops.dequantize import dequantize
+from kosmos_mx.ops.gemm import mx_gemm
+from kosmos_mx.ops.quantize import quantize, swiglu_quantize
+from kosmos_mx.tensor import MXTensor
+
+__all__ = ["MXTensor", "__version__", "dequantize", "mx_gemm", "quantize", "swiglu_quantize"]
 
 try:
     __version__ = version("kosmos-mx")

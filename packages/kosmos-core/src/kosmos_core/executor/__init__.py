@@ -24,6 +24,7 @@ from .errors import (
 from .executor import Executor
 from .mutation import Mutation
 from .policies import Policy, PriorityRandom, Random, Replay, RoundRobin, Starve, Timed
+from .state import is_active
 from .tasks import Task
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "Timed",
     "UnsupportedAsm",
     "Wait",
+    "is_active",
 ]

@@ -54,7 +54,10 @@ def np_dtype(ty: Any) -> np.dtype[Any]:
 
 
 def cast(x: Array, dst: np.dtype[Any], toward_zero: bool = False) -> Array:
-    """Convert, rounding to nearest even; to fp8 with saturation, as NVIDIA's ``satfinite``."""
+    """Convert, rounding to nearest even.
+
+    To fp8 as NVIDIA's ``satfinite``: with saturation, infinities included, and NaN to 0x7F.
+    """
     src = x.dtype
     if src == dst:
         return x
@@ -62,6 +65,8 @@ def cast(x: Array, dst: np.dtype[Any], toward_zero: bool = False) -> Array:
         y = x.astype(np.float32)
         limit = np.float32(_FP8_MAX[dst])
         out: Array = np.clip(y, -limit, limit).astype(dst)
+        if dst in (E4M3, E5M2):
+            out.view(np.uint8)[np.isnan(y)] = 0x7F
         return out
     if toward_zero and dst == BF16 and src == F32:
         return (x.view(np.uint32) >> 16).astype(np.uint16).view(BF16)
@@ -87,7 +92,11 @@ def _unpack_e2m1(packed: Array, axis: int) -> Array:
 
 
 def scaled_operand(h: Any, scale: Any, fmt: Any, k_pack: bool, is_rhs: bool) -> Array:
-    """An operand of ``dot_scaled`` in fp32: elements times block scales."""
+    """An operand of ``dot_scaled`` in float64: elements times block scales, exactly.
+
+    The matrix units add the exponents of both scales; in fp32 a large one would overflow before
+    the other operand's small one is applied.
+    """
     formats = ir.ScaleDotElemTypeTY
     if fmt == formats.E2M1:
         axis = (-2 if k_pack else -1) if is_rhs else (-1 if k_pack else -2)
@@ -97,13 +106,14 @@ def scaled_operand(h: Any, scale: Any, fmt: Any, k_pack: bool, is_rhs: bool) -> 
         if data.dtype == np.uint8:
             data = data.view(E4M3 if fmt == formats.E4M3 else E5M2)
         v = f32(data)
+    v = v.astype(np.float64)
     if scale is None:
         return v
     if scale.data.dtype == E4M3:
-        factors = f32(scale.data)
+        factors = f32(scale.data).astype(np.float64)
     else:
-        e = scale.data.view(np.uint8).astype(np.float32)
-        factors = np.where(e == 255, np.float32("nan"), np.exp2(e - 127)).astype(np.float32)
+        e = scale.data.view(np.uint8).astype(np.int32)
+        factors = np.where(e == 255, np.nan, np.ldexp(1.0, e - 127))
     k = v.shape[-2] if is_rhs else v.shape[-1]
     factors = np.repeat(factors, k // factors.shape[-1], axis=-1)
     out: Array = v * (np.swapaxes(factors, -1, -2) if is_rhs else factors)
@@ -178,9 +188,10 @@ class NumericsMixin:
     ) -> Any:  # fmt: skip
         x = scaled_operand(lhs, lhs_scale, lhs_format, lhs_k_pack, False)
         y = scaled_operand(rhs, rhs_scale, rhs_format, rhs_k_pack, True)
-        out = np.matmul(x, y) + acc.data
+        # The products of one instruction are rounded once, to the accumulator's fp32.
+        out = np.matmul(x, y).astype(acc.data.dtype) + acc.data
         self.note_dot(2 * out.size * x.shape[-1])
-        return Handle(out.astype(acc.data.dtype), acc.dtype.scalar)
+        return Handle(out, acc.dtype.scalar)
 
     def note_dot(self, flops: int) -> None:
         """A matrix product has been computed."""

@@ -120,7 +120,8 @@ def _classify(code: str, is_elected: bool, num_warps: int) -> tuple[Event, ...]:
         bypasses_caches = {"sc0", "sc1"} <= cache_bits
         return (Event("volatile_load" if bypasses_caches else "load", width=width),)
     if re.match(r"^v_s?mfma", opcode):
-        return (Event("mma"),)
+        scales = "_scale_" in opcode
+        return (Event("mma"), Event("scaled_mma")) if scales else (Event("mma"),)
     return ()
 
 
@@ -128,6 +129,15 @@ def _scope(cache_bits: set[str]) -> str:
     if {"sc0", "sc1"} <= cache_bits:
         return "sys"
     return "gpu" if "sc1" in cache_bits else "cta"
+
+
+def check_subnormals(text: str) -> list[Finding]:
+    """Whether the kernel runs with FP32 subnormals allowed, as inputs and as results."""
+    found = re.search(r"\.amdhsa_float_denorm_mode_32\s+(\d+)", text)
+    mode = found.group(1) if found else "missing"
+    if mode == "3":
+        return []
+    return [Finding("subnormals", "", f"float_denorm_mode_32 is {mode}, wanted 3")]
 
 
 def check_divergence(text: str) -> list[Finding]:

@@ -28,6 +28,7 @@ CHECKS: dict[str, str] = {
     "warp-specialize": "warp specialization clones no atomic",
     "serial-mma": "NVIDIA: the tensor-core instructions of a K loop are not serialized",
     "clock": "no branch depends on a clock that every warp reads for itself",
+    "subnormals": "where a case asks for it, FP32 arithmetic keeps subnormals",
     "divergence": "AMD: no barrier is reached by only some lanes of a wave",
 }
 
@@ -62,8 +63,10 @@ class Expectations:
     or an ordered ``atom``; on AMD a release is ``buffer_wbl2`` and an acquire ``buffer_inv``, so
     that scope is what the caches are told. ``tma_*``, ``proxy_fence`` and ``bulk_wait`` are
     NVIDIA's alone. ``wide_load``: plain loads of 16 bytes a thread, which also count as ``load``.
+    ``scaled_mma``: matrix instructions that apply block scales, which also count as ``mma``.
 
     Attributes:
+        keeps_subnormals: Whether no FP32 instruction may flush subnormals to zero.
         allow_spills: Bytes a thread may spill; above 0 `reason` is required.
         reason: Why spilling is accepted; printed with the report.
         allow: Other accepted findings.
@@ -84,6 +87,8 @@ class Expectations:
     tma_load: int = 0
     tma_store: int = 0
     mma: int = 0
+    scaled_mma: int = 0
+    keeps_subnormals: bool = False
     allow_spills: int = 0
     reason: str = ""
     allow: tuple[Allowance, ...] = ()
@@ -100,7 +105,7 @@ class Expectations:
 
     def minimums(self) -> dict[str, int]:
         """Pattern name -> fewest instructions, the patterns left at 0 included."""
-        other = ("allow_spills", "reason", "allow")
+        other = ("allow_spills", "reason", "allow", "keeps_subnormals")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in other}
 
 

@@ -17,7 +17,8 @@ class Event:
     """What an instruction does to memory order.
 
     `kind`: store, barrier, drain, flush, release, acquire, load, volatile_load, tma_load,
-    tma_store, bulk_wait, proxy_fence or mma. `scope` of a release or acquire: sys, gpu or cta.
+    tma_store, bulk_wait, proxy_fence, mma or scaled_mma (beside an mma). `scope` of a release or
+    acquire: sys, gpu or cta.
     `width`: bytes one thread reads, 0 if unknown. `waited`: whether a release waits for its own
     cache write-back (AMD).
     """

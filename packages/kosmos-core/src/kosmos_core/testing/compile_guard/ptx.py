@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kosmos_core.testing.compile_guard.cases import Finding
 from kosmos_core.testing.compile_guard.listing import (
     Event,
     Instruction,
@@ -97,8 +98,15 @@ def _classify(opcode: str, body: str, is_elected: bool, num_warps: int) -> tuple
         events = _ordered(words, scope)
         return events if is_elected or events else (Event("store"),)
     if base in ("wgmma", "mma", "tcgen05") and ("mma" in words or "mma_async" in words):
-        return (Event("mma"),)
+        scales = "block_scale" in words
+        return (Event("mma"), Event("scaled_mma")) if scales else (Event("mma"),)
     return ()
+
+
+def check_subnormals(text: str) -> list[Finding]:
+    """Whether no FP32 instruction flushes subnormals."""
+    flushing = sorted(set(re.findall(r"\b[\w.]+\.ftz\b[\w.]*", text)))
+    return [Finding("subnormals", "", f"{opcode} flushes subnormals") for opcode in flushing]
 
 
 def _ordered(words: list[str], scope: str) -> tuple[Event, ...]:

@@ -93,6 +93,12 @@ def _inspect(
     findings += clocks.check_clocks(kernel.asm["ttir"])
     if target.is_amd:
         findings += amdgcn.check_divergence(kernel.asm["amdgcn"])
+    if case.expect.keeps_subnormals:
+        findings += (
+            amdgcn.check_subnormals(kernel.asm["amdgcn"])
+            if target.is_amd
+            else ptx.check_subnormals(kernel.asm["ptx"])
+        )
     report.findings = findings
 
 

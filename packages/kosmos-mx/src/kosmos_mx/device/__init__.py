@@ -1,0 +1,1 @@
+"""Device functions on MXFP8 tiles; they never import torch."""

@@ -1,0 +1,101 @@
+"""MXFP8 from FP32 bits: the scale of a group, the factor of its elements, their rounding.
+
+Scales and factors are integers until they multiply: a factor is a power of two, and a product with
+it is exact unless it falls below the smallest element, whatever the target, as long as subnormals
+are kept (the compile guard looks at that). NVIDIA rounds elements with its conversion to fp8
+(nearest even, saturating, NaN to 0x7F); elsewhere the rounding is done on the bits. Both give the
+same bits.
+"""
+
+import triton
+import triton.language as tl
+from kosmos_core.device.target import NVIDIA
+
+# Elements that share a scale.
+GROUP = tl.constexpr(32)
+
+E4M3 = tl.constexpr(0)
+E5M2 = tl.constexpr(1)
+
+# How a group's largest magnitude becomes its scale.
+RCEIL = tl.constexpr(0)  # the smallest power of two that keeps it within the format
+FLOOR = tl.constexpr(1)  # its own power of two over that of the format's largest element
+
+NAN_CODE = tl.constexpr(255)
+INF_CODE = tl.constexpr(254)
+NAN_ELEMENT = tl.constexpr(0x7F)  # in both formats
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x|, int32, for fp32 x: ordered as the magnitudes are, NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_code(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
+    """E8M0 code, int32, of groups whose largest magnitude has the fp32 bits `amax`.
+
+    RCEIL: the least power of two not below amax / (largest element), where the quotient is rounded
+        to fp32; both largest elements are 1.75 times a power of two. 254 for infinity.
+    FLOOR: 2^floor(log2(amax)) over the power of two of the largest element.
+    NaN gives 255. Source: cuBLAS documentation, "1D block scaling"; OCP MX 1.0, section 6.3.
+    """
+    # Exponent of the largest element: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15.
+    TOP: tl.constexpr = 8 if FORMAT == E4M3 else 15
+    exponent = amax >> 23
+    if SCALING == RCEIL:
+        # A quotient just above 2^-127 rounds to 2^-127: there one more mantissa counts as 1.75.
+        limit = tl.where(exponent == TOP, 0x600001, 0x600000)
+        code = exponent - TOP + ((amax & 0x7FFFFF) > limit).to(tl.int32)
+        code = tl.where(amax == 0x7F800000, INF_CODE, tl.maximum(code, 0))
+    else:
+        code = tl.maximum(exponent - TOP, 0)
+    return tl.where(amax > 0x7F800000, NAN_CODE, code)
+
+
+@triton.jit
+def element_factor(code, SCALING: tl.constexpr):
+    """What the elements of a group are multiplied by, fp32: 2^(127 - code) but for the end codes.
+
+    As in torchao: 1 for code 0 under RCEIL, so that such a group becomes zeros; 2^126 under FLOOR;
+    NaN for code 255 under RCEIL; 0 under FLOOR, which keeps finite elements as zeros.
+    """
+    if SCALING == RCEIL:
+        bits = (254 - code) << 23
+        bits = tl.where(code == INF_CODE, 0x00400000, bits)
+        bits = tl.where(code == NAN_CODE, 0x7FC00000, bits)
+        bits = tl.where(code == 0, 0x3F800000, bits)
+    else:
+        bits = (254 - tl.maximum(code, 1)) << 23
+        bits = tl.where(code == NAN_CODE, 0, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_elements(y, FORMAT: tl.constexpr, TARGET: tl.constexpr):
+    """fp32 to the format's bits, uint8: nearest even, saturating, NaN to 0x7F."""
+    if TARGET == NVIDIA:
+        if FORMAT == E4M3:
+            return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        BIAS: tl.constexpr = 7 if FORMAT == E4M3 else 15
+        MANTISSA: tl.constexpr = 3 if FORMAT == E4M3 else 2
+        LARGEST: tl.constexpr = 0x43E00000 if FORMAT == E4M3 else 0x47600000
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
+        HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
+        # A sum with this number has the unit of a subnormal element: the addition rounds.
+        MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+        bits = y.to(tl.int32, bitcast=True)
+        sign = (bits >> 24) & 0x80
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        size = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
+        normal = (size - ((127 - BIAS) << 23) + HALF + ((size >> SHIFT) & 1)) >> SHIFT
+        magic = tl.full([], MAGIC, tl.int32).to(tl.float32, bitcast=True)
+        shifted = size.to(tl.float32, bitcast=True) + magic
+        subnormal = shifted.to(tl.int32, bitcast=True) - MAGIC
+        element = sign | tl.where(size >= SMALLEST_NORMAL, normal, subnormal)
+        return tl.where(is_nan, NAN_ELEMENT, element).to(tl.uint8)

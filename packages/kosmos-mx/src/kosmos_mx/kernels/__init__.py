@@ -1,0 +1,1 @@
+"""Entry kernels of the MXFP8 operations."""

@@ -1,0 +1,61 @@
+"""From MXFP8 back to a matrix of ordinary numbers."""
+
+from __future__ import annotations
+
+import torch
+from kosmos_core.errors import ArgumentError
+
+from kosmos_mx import reference
+from kosmos_mx.formats import num_groups
+from kosmos_mx.kernels.dequantize import DequantizeConfig, dequantize_kernel
+from kosmos_mx.ops.launching import BLOCK_COLS, as_bytes, constants, launch, runs_kernels
+from kosmos_mx.tensor import MXTensor
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def dequantize(
+    x: MXTensor, dtype: torch.dtype = torch.bfloat16, *, padding: bool = False
+) -> torch.Tensor:
+    """[rows, cols] of `x`; see `MXTensor.dequantize`."""
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype: got {dtype}, wanted one of {', '.join(map(str, DTYPES))}")
+    # As it lies in memory, a matrix is upright.
+    stored = x.t() if x.is_transposed else x
+    if dtype is not torch.float64 and runs_kernels(x.device):
+        values = _launch(stored, dtype)
+    else:
+        values = _by_reference(stored, dtype)
+    if not padding:
+        values = _cropped(values, stored)
+    return values.t() if x.is_transposed else values
+
+
+def _cropped(values: torch.Tensor, stored: MXTensor) -> torch.Tensor:
+    if tuple(values.shape) == stored.shape:
+        return values
+    if stored.axis == "row":
+        return reference.crop_segments(values, stored.segments)
+    return reference.crop_segments(values.t(), stored.segments).t().contiguous()
+
+
+def _by_reference(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    if stored.axis == "row":
+        return reference.dequantize_rows(stored.data, stored.scales).to(dtype)
+    upright = reference.dequantize_rows(stored.data.t(), stored.scales.t())
+    return upright.to(dtype).t().contiguous()
+
+
+def _launch(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    rows, cols = stored.data.shape
+    out = torch.empty(rows, cols, dtype=dtype, device=stored.device)
+    config = constants(
+        DequantizeConfig,
+        COLUMNS=int(stored.axis == "col"),
+        FORMAT=stored.format.constant,
+        BLOCK_COLS=BLOCK_COLS,
+    )
+    data, scales = as_bytes(stored.data), as_bytes(stored.scales)
+    num_wgs = num_groups(rows) * -(-cols // BLOCK_COLS)
+    launch(dequantize_kernel, num_wgs, (data, scales, out, rows, cols, config), stored.device)
+    return out

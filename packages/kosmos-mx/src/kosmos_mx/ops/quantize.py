@@ -1,0 +1,268 @@
+"""MXFP8 copies of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kosmos_core.errors import ArgumentError
+
+from kosmos_mx import reference
+from kosmos_mx.formats import (
+    SCALE_DTYPE,
+    SCALINGS,
+    Format,
+    format_of,
+    num_groups,
+    padded,
+)
+from kosmos_mx.kernels.quantize import (
+    AS_SOURCE,
+    NO_COLUMNS,
+    TRANSPOSED,
+    Copies,
+    QuantizeConfig,
+    Source,
+    quantize_kernel,
+)
+from kosmos_mx.ops.launching import (
+    BLOCK_COLS,
+    as_bytes,
+    constants,
+    launch,
+    runs_kernels,
+    target_of,
+)
+from kosmos_mx.tensor import MXTensor
+
+SOURCES = (torch.bfloat16, torch.float32)
+SMALLEST_BLOCK_COLS = 32
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a call makes; see `quantize`."""
+
+    rows: bool
+    columns: bool
+    transposed: bool
+    form: Format
+    scaling: str
+    segments: tuple[int, ...]
+    uniform: int | None
+    target: int | None
+
+
+def quantize(
+    x: torch.Tensor,
+    axis: str = "row",
+    scale_rounding: str = "rceil",
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    segments: int | Sequence[int] | None = None,
+    transposed: bool = False,
+    target: int | None = None,
+) -> Any:
+    """MXFP8 copies of a matrix, made in one pass over it.
+
+    Args:
+        x: [rows, cols] bfloat16 or float32, rows contiguous.
+        axis: "row" (groups of 32 along each row: contraction over the columns), "col" (along each
+            column: contraction over the rows), or "both". Either copy comes from `x`.
+        scale_rounding: "rceil", the MXFP8 training recipe's, or "floor", the OCP specification's.
+        dtype: of the elements, float8_e4m3fn or float8_e5m2.
+        segments: rows that share no column-wise group with others (shards, experts): the rows of
+            every segment, the last one perhaps less, or the rows of each. Each segment is padded
+            with zeros to whole groups in the column-wise copy.
+        transposed: store the column-wise copy with its groups together in memory, as
+            [cols, padded rows] of which `data` is the transpose.
+        target: vendor constant of the device functions, to run another vendor's code path. [this
+            device's]
+
+    Returns:
+        `MXTensor`, or for "both" a pair of them, row-wise and column-wise.
+
+    Raises:
+        ArgumentError: a bad argument.
+
+    On the CPU, outside an executor, the reference computes it. Source: OCP Microscaling Formats
+    1.0; cuBLAS documentation, "1D block scaling".
+    """
+    wanted = _wanted(x, axis, scale_rounding, dtype, segments, transposed, target)
+    return _results(_make(x, None, wanted), wanted, x)
+
+
+def swiglu_quantize(
+    gate_up: torch.Tensor,
+    axis: str = "both",
+    scale_rounding: str = "rceil",
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    segments: int | Sequence[int] | None = None,
+    transposed: bool = False,
+    target: int | None = None,
+) -> Any:
+    """MXFP8 copies of silu(gate) * up, which is computed in FP32 and not rounded in between.
+
+    Args:
+        gate_up: [rows, 2 * cols] bfloat16 or float32, gates first.
+        axis: as in `quantize`; likewise the others.
+        scale_rounding: "rceil" or "floor".
+        dtype: of the elements.
+        segments: rows that share no column-wise group with others.
+        transposed: store the column-wise copy with its groups together in memory.
+        target: vendor constant of the device functions.
+
+    Returns:
+        As `quantize`, of a matrix [rows, cols].
+
+    Raises:
+        ArgumentError: a bad argument.
+    """
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ArgumentError(
+            f"gate_up: got shape {tuple(gate_up.shape)}, wanted [rows, gates and as many values]"
+        )
+    gate, up = gate_up.chunk(2, dim=1)
+    wanted = _wanted(gate, axis, scale_rounding, dtype, segments, transposed, target)
+    return _results(_make(gate, up, wanted), wanted, gate)
+
+
+def _wanted(
+    x: torch.Tensor,
+    axis: str,
+    scale_rounding: str,
+    dtype: torch.dtype,
+    segments: int | Sequence[int] | None,
+    transposed: bool,
+    target: int | None,
+) -> _Wanted:
+    if x.ndim != 2:
+        raise ArgumentError(f"x: got shape {tuple(x.shape)}, wanted [rows, cols]")
+    if x.dtype not in SOURCES:
+        raise ArgumentError(f"x: got {x.dtype}, wanted {' or '.join(map(str, SOURCES))}")
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ArgumentError(
+            f"x: got strides {x.stride()}, wanted contiguous rows; call contiguous()"
+        )
+    if axis not in ("row", "col", "both"):
+        raise ArgumentError(f"axis: got {axis!r}, wanted row, col or both")
+    if scale_rounding not in SCALINGS:
+        raise ArgumentError(
+            f"scale_rounding: got {scale_rounding!r}, wanted one of {', '.join(SCALINGS)}"
+        )
+    rows = x.shape[0]
+    uniform: int | None = rows
+    if segments is None:
+        lengths: tuple[int, ...] = (rows,)
+    elif isinstance(segments, int):
+        if segments < 1:
+            raise ArgumentError(f"segments: got {segments}, wanted rows of a segment, 1 or more")
+        uniform = segments
+        lengths = tuple(min(segments, rows - i) for i in range(0, rows, segments)) or (0,)
+    else:
+        uniform = None
+        lengths = tuple(segments)
+        if sum(lengths) != rows or min(lengths, default=0) < 0:
+            raise ArgumentError(
+                f"segments: got {lengths}, wanted lengths that add up to the {rows} rows of x"
+            )
+    return _Wanted(
+        rows=axis != "col",
+        columns=axis != "row",
+        transposed=transposed,
+        form=format_of(dtype),
+        scaling=scale_rounding,
+        segments=lengths,
+        uniform=uniform,
+        target=target,
+    )
+
+
+def _make(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[torch.Tensor]:
+    """Elements and scales, uint8, of the copies that are made, as they lie in memory."""
+    if runs_kernels(x.device):
+        return _launch(x, up, wanted)
+    if up is not None:
+        gate = x.float()
+        x = gate / (1.0 + torch.exp(-gate)) * up.float()
+    made: list[torch.Tensor] = []
+    if wanted.rows:
+        made += reference.quantize_rows(x, wanted.form, wanted.scaling, (x.shape[1],))
+    if wanted.columns:
+        turned = reference.quantize_rows(x.t(), wanted.form, wanted.scaling, wanted.segments)
+        made += turned if wanted.transposed else [part.t().contiguous() for part in turned]
+    return [as_bytes(part) for part in made]
+
+
+def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[torch.Tensor]:
+    rows, cols = x.shape
+    groups = sum(map(num_groups, wanted.segments))
+    empty = torch.empty(0, dtype=torch.uint8, device=x.device)
+    made = [empty] * 4
+    if wanted.rows:
+        made[0] = empty.new_empty(rows, padded(cols))
+        made[1] = empty.new_empty(rows, num_groups(cols))
+    if wanted.columns:
+        shapes = [(padded(1) * groups, cols), (groups, cols)]
+        made[2], made[3] = (
+            empty.new_empty(shape[::-1] if wanted.transposed else shape) for shape in shapes
+        )
+    columns = NO_COLUMNS
+    if wanted.columns:
+        columns = TRANSPOSED if wanted.transposed else AS_SOURCE
+    width = BLOCK_COLS
+    while width > SMALLEST_BLOCK_COLS and width // 2 >= padded(cols):
+        width //= 2
+    table = None if wanted.uniform is not None else _table(wanted.segments, x.device)
+    segment_rows = max(1, wanted.uniform or 1)
+    config = constants(
+        QuantizeConfig,
+        ROWS=int(wanted.rows),
+        COLUMNS=columns.value,
+        FORMAT=wanted.form.constant,
+        SCALING=SCALINGS[wanted.scaling],
+        SWIGLU=int(up is not None),
+        SEGMENTS=0 if table is None else 1 << len(wanted.segments).bit_length(),
+        BLOCK_COLS=width,
+        TARGET=target_of(x.device) if wanted.target is None else wanted.target,
+    )
+    source = Source(
+        ptr=x,
+        up_ptr=x if up is None else up,
+        rows=rows,
+        cols=cols,
+        stride=x.stride(0) if rows > 1 else cols,
+        segment_rows=segment_rows,
+        segment_groups=num_groups(segment_rows),
+        table_ptr=empty if table is None else table,
+    )
+    copies = Copies(made[0], made[1], made[2], made[3], groups)
+    num_wgs = groups * -(-padded(cols) // width)
+    launch(quantize_kernel, num_wgs, (source, copies, config), x.device)
+    return made[: 4 if wanted.columns else 2] if wanted.rows else made[2:]
+
+
+def _table(segments: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 [2 * segments + 3], as `kernels.quantize.Source` has it."""
+    rows, groups = [0], [0]
+    for length in segments:
+        rows.append(rows[-1] + length)
+        groups.append(groups[-1] + num_groups(length))
+    return torch.tensor([len(segments), *rows, *groups], dtype=torch.int32).to(device)
+
+
+def _results(made: list[torch.Tensor], wanted: _Wanted, x: torch.Tensor) -> Any:
+    shape = (x.shape[0], x.shape[1])
+    results = []
+    if wanted.rows:
+        data, scales = made[0].view(wanted.form.dtype), made[1].view(SCALE_DTYPE)
+        results.append(MXTensor(data, scales, "row", shape, (shape[1],)))
+    if wanted.columns:
+        data, scales = made[-2].view(wanted.form.dtype), made[-1].view(SCALE_DTYPE)
+        if wanted.transposed:
+            data, scales = data.t(), scales.t()
+        results.append(MXTensor(data, scales, "col", shape, wanted.segments))
+    return results[0] if len(results) == 1 else tuple(results)
