@@ -113,17 +113,17 @@ def error_bound(x: torch.Tensor, form: Format, scaling: str) -> torch.Tensor:
         form: of the elements.
         scaling: "rceil" or "floor".
 
-    An element is scaled exactly, so that rounding is off by half a unit of the format: relative
-    to the element, or to the smallest one of the group's scale; under "floor" what passes the
-    largest element is cut off. In groups with code 0 "rceil" gives zeros and "floor" half.
+    An element is scaled exactly, so that it is off by at most half a unit: that of the format's
+    numbers of its size, or that of the smallest ones at the group's scale. Under "floor" what
+    passes the largest element is cut off. In groups with code 0 "rceil" gives zeros and "floor"
+    half of the value.
     """
     full = pad_segments(x.double(), [x.shape[1]])
     groups = full.reshape(x.shape[0], num_groups(x.shape[1]), GROUP).abs()
     code = scale_codes(groups.amax(-1), form, scaling)[..., None]
     scale = torch.exp2((code - SCALE_BIAS).double())
-    half_unit = torch.maximum(
-        groups * 2.0 ** -(form.mantissa_bits + 1), scale * (form.smallest / 2)
-    )
+    half_unit = torch.exp2((torch.frexp(groups).exponent - 2 - form.mantissa_bits).double())
+    half_unit = torch.maximum(half_unit, scale * (form.smallest / 2))
     cut = (groups - scale * form.largest).clamp(min=0)
     bound = torch.where(code == 0, groups + scale * form.smallest, half_unit + cut)
     return bound.reshape(full.shape)[:, : x.shape[1]]

@@ -1,0 +1,1 @@
+"""Command line of kosmos-mx: `check`, `bench`, `vectors`."""
