@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from kosmos_core.errors import ArgumentError
 
-from kosmos_mx.formats import SCALE_DTYPE, Format, format_of, num_groups, padded
+from kosmos_mx.formats import FORMATS, SCALE_DTYPE, Format, format_of, num_groups, padded
 from kosmos_mx.reference import crop_segments, dequantize_rows
 
 AXES = ("row", "col")
@@ -166,6 +166,18 @@ class MXTensor:
         if not isinstance(loaded, MXTensor):
             raise ArgumentError(f"file: got a {type(loaded).__name__}, wanted a saved MXTensor")
         return loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The parts as bytes: plain pickle knows no storage of scales' type."""
+        parts = {"data": self.data.view(torch.uint8), "scales": self.scales.view(torch.uint8)}
+        return {**self.__dict__, **parts, "format": self.format.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = dict(state)
+        form = FORMATS[kept.pop("format")]
+        kept["data"] = kept["data"].view(form.dtype)
+        kept["scales"] = kept["scales"].view(SCALE_DTYPE)
+        self.__dict__.update(kept)
 
     def __repr__(self) -> str:
         values = "..."
