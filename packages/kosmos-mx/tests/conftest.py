@@ -6,8 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from kosmos_core.testing.checked import run_checked
 from kosmos_core.worlds import cpu_world
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random numbers are the same in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

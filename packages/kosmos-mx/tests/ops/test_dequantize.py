@@ -1,0 +1,57 @@
+"""`dequantize` on the executor: every element with every scale, and planted defects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kosmos_core.errors import ArgumentError
+from kosmos_core.executor import Mutation
+from kosmos_mx import quantize
+from kosmos_mx.cli.checking import all_codes
+from kosmos_mx.device import decode
+from kosmos_mx.formats import FORMATS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_every_element_with_every_scale(checked, form):
+    case = checked(lambda: all_codes(form, CPU))
+    assert case.passed, str(case)
+    assert case.values == 4 * 256 * 256
+
+
+DEFECTS = {
+    "scale of one power": (decode.scale_factors, "(code - 127) >> 1", "code - 127"),
+    "NaN scale": (decode.dequantize_groups, "code == NAN_CODE", "code < 0"),
+    "NaN element": (decode.element_value, "== NAN_ELEMENT", "== 0x80"),
+    "subnormal elements": (decode.element_value, "(128 - BIAS) << 23", "(127 - BIAS) << 23"),
+    "sign": (decode.element_value, "value | ((bits & 0x80) << 24)", "value"),
+    "ties of bf16": (decode.to_bf16, "+ 0x7FFF + ((bits >> 16) & 1)", "+ 0x8000"),
+    "truncated bf16": (decode.to_bf16, "+ 0x7FFF + ((bits >> 16) & 1)", ""),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_seen(on_executor, defect):
+    form = FORMATS["e4m3"]
+    case = on_executor(lambda: all_codes(form, CPU), mutations=[Mutation(*DEFECTS[defect])])
+    assert not case.passed
+
+
+def test_the_kernel_and_the_plain_path_agree(on_executor):
+    x = torch.randn(70, 100)
+    for axis in ("row", "col"):
+        for transposed in (False, True):
+            made = quantize(x, axis, segments=33, transposed=transposed)
+            for padding in (False, True):
+
+                def work(made=made, padding=padding):
+                    return made.dequantize(torch.float32, padding=padding)
+
+                assert torch.equal(on_executor(work), work())
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ArgumentError, match=r"dtype: got torch.float16, wanted one of"):
+        quantize(torch.zeros(2, 2)).dequantize(torch.float16)
