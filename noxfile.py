@@ -19,8 +19,13 @@ import nox
 ROOT = Path(__file__).resolve().parent
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-TOOLS = ("build", "hatchling", "mypy", "nox", "pytest", "pytest-timeout", "pytest-xdist", "ruff")
+TOOLS = (
+    *("build", "hatchling", "mypy", "nox", "pytest", "pytest-timeout", "pytest-xdist", "ruff"),
+    "torchao",
+)
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")
+# What one package's tests compare with.
+ORACLES = {"kosmos-mx": ("torchao",)}
 CONSTRAINTS = ("--constraint", str(ROOT / "constraints.txt"))
 # The version that the kernels are written for. Some builds of torch demand another one: hence it is
 # put in by itself and not by constraint, before the rest so that builds of torch that demand none
@@ -107,7 +112,7 @@ def tests_of_package(session: nox.Session, package: str) -> None:
     if needs_triton:
         session.install(*TRITON)
     folders = [f"packages/{name}" for name in needed]
-    session.install(*CONSTRAINTS, *folders, *TEST_TOOLS)
+    session.install(*CONSTRAINTS, *folders, *TEST_TOOLS, *ORACLES.get(package, ()))
     if needs_triton:
         session.install(*TRITON)
     folder = f"packages/{package}/tests"

@@ -8,6 +8,7 @@ import operator
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from kosmos_core.executor import Executor
 from kosmos_core.executor.language import language
@@ -112,3 +113,51 @@ def test_pointer_arithmetic(offset):
         assert (p + block).handle.data.tolist() == [1000, 1004, 1008, 1012]
         assert (p + block + i).handle.data.tolist() == [1000 + 4 * (offset + k) for k in range(4)]
         assert (p + block).type == tl.block_type(ty, [4])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_nan_becomes_the_canonical_one_in_fp8(dtype):
+    bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF], np.uint32)
+    with np.errstate(all="ignore"):
+        made = cast(bits.view(np.float32), dtype)
+    assert made.view(np.uint8).tolist() == [0x7F] * 4
+    infinities = cast(np.array([np.inf, -np.inf], np.float32), dtype).astype(np.float32)
+    largest = {E4M3: 448.0, E5M2: 57344.0}[dtype]
+    assert infinities.tolist() == [largest, -largest]
+
+
+@triton.jit
+def k_scaled(a, sa, b, sb, o, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    k = tl.arange(0, K)
+    g = tl.arange(0, K // 32)
+    x = tl.load(a + m[:, None] * K + k[None, :])
+    y = tl.load(b + n[:, None] * K + k[None, :])
+    xs = tl.load(sa + m[:, None] * (K // 32) + g[None, :])
+    ys = tl.load(sb + n[:, None] * (K // 32) + g[None, :])
+    tl.store(o + m[:, None] * N + n[None, :], tl.dot_scaled(x, xs, "e4m3", y.T, ys, "e4m3"))
+
+
+def scaled_product(x, x_code, y, y_code):
+    """float64 of the product of [16, 64] and [16, 64] transposed, a scale code each."""
+    out = torch.empty(16, 16)
+    codes = [torch.full((16, 2), code, dtype=torch.uint8) for code in (x_code, y_code)]
+    with Executor(1) as ex:
+        arguments = (x.to(torch.float8_e4m3fn), codes[0], y.to(torch.float8_e4m3fn), codes[1])
+        with ex.on(0):
+            k_scaled[(1,)](*arguments, out, 16, 16, 64)
+        ex.run()
+    return out.double()
+
+
+@pytest.mark.parametrize(("x_code", "y_code"), [(127, 127), (254, 0), (0, 254), (200, 60)])
+def test_block_scales_meet_before_they_overflow(x_code, y_code):
+    x, y = (torch.randint(-15, 16, (16, 64)).float() for _ in range(2))
+    want = (x @ y.T).double() * 2.0 ** (x_code + y_code - 254)
+    assert torch.equal(scaled_product(x, x_code, y, y_code), want)
+
+
+def test_a_nan_scale_makes_its_rows_nan():
+    one = torch.ones(16, 64)
+    assert bool(scaled_product(one, 255, one, 127).isnan().all())
