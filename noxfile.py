@@ -20,7 +20,14 @@ ROOT = Path(__file__).resolve().parent
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 TOOLS = (
-    *("build", "hatchling", "mypy", "nox", "pytest", "pytest-timeout", "pytest-xdist", "ruff"),
+    "build",
+    "hatchling",
+    "mypy",
+    "nox",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
     "torchao",
 )
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")

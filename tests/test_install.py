@@ -27,6 +27,7 @@ from install import PACKAGES, ROOT, siblings
 
 VERSION = (ROOT / "VERSION").read_text().strip()
 BUILD_TOOLS = ("pip", "hatchling")
+SMALL = "kosmos-heuristics"
 IMPOSTORS = ("0.1.0", "0.1.0.post1", "99.0")
 
 
@@ -100,6 +101,22 @@ def third_party(wheels: Path, package: str) -> set[str]:
                 Requirement(line) for line in lines if name != "torch" or needs_no_gpu(line)
             ]
     return names
+
+
+@pytest.fixture
+def small(tmp_path: Path, wheels: Path) -> Path:
+    """Return a folder with the wheel of the package that needs least, and of what it needs.
+
+    What it needs is empty: these tests install it and import nothing.
+    """
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (ours,) = wheels.glob(f"{SMALL.replace('-', '_')}-*.whl")
+    shutil.copy(ours, folder)
+    waiting = third_party(wheels, SMALL) - {*BUILD_TOOLS}
+    for name in waiting:
+        wheel(folder, name, importlib.metadata.version(name))
+    return folder
 
 
 @dataclass(frozen=True)
@@ -231,22 +248,20 @@ def test_a_missing_pin_is_noticed(tmp_path: Path, index: Path, wheels: Path) -> 
     assert f"kosmos-core: found 99.0, wanted {VERSION}" in done.stderr
 
 
-def test_an_environment_is_made_where_one_is_asked_for(tmp_path: Path, wheels: Path) -> None:
-    command = [ROOT / "install.py", "kosmos-mx", "--wheels", wheels, "--venv", tmp_path / "new"]
+def test_an_environment_is_made_where_one_is_asked_for(tmp_path: Path, small: Path) -> None:
+    command = [ROOT / "install.py", SMALL, "--wheels", small, "--venv", tmp_path / "new"]
     variables = {**os.environ, "PIP_NO_INDEX": "1"}
     done = subprocess.run([sys.executable, *command], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *_, told, hint = done.stdout.splitlines()
     new = tmp_path / "new"
-    assert told == f"kosmos-mx {VERSION} is in {new}; its Python is {new / 'bin' / 'python'}"
+    assert told == f"{SMALL} {VERSION} is in {new}; its Python is {new / 'bin' / 'python'}"
     assert hint == f"activate it: . {new / 'bin' / 'activate'}"
-    assert Environment(tmp_path / "new" / "bin" / "python", variables).ours() == {
-        "kosmos-mx": VERSION
-    }
+    assert Environment(tmp_path / "new" / "bin" / "python", variables).ours() == {SMALL: VERSION}
 
 
-def test_a_dry_run_says_that_nothing_was_installed(tmp_path: Path, wheels: Path) -> None:
-    command = [ROOT / "install.py", "kosmos-mx", "--wheels", wheels, "--venv", tmp_path / "new"]
+def test_a_dry_run_says_that_nothing_was_installed(tmp_path: Path, small: Path) -> None:
+    command = [ROOT / "install.py", SMALL, "--wheels", small, "--venv", tmp_path / "new"]
     variables = {**os.environ, "PIP_NO_INDEX": "1"}
     done = subprocess.run(
         [sys.executable, *command, "--", "--dry-run"], env=variables, capture_output=True, text=True
