@@ -113,7 +113,11 @@ def _quantize_case(
 def _dequantize_cases(target: str) -> Iterator[CompileCase]:
     for columns, form, out in product((0, 1), FORMATS.values(), ("bf16", "fp32")):
         config = constants(
-            DequantizeConfig, COLUMNS=columns, FORMAT=form.constant, BLOCK_COLS=BLOCK_COLS
+            DequantizeConfig,
+            COLUMNS=columns,
+            FORMAT=form.constant,
+            BLOCK_COLS=BLOCK_COLS,
+            TARGET=TARGETS[target].value,
         )
         yield CompileCase(
             name=f"dequantize {'col' if columns else 'row'} {form.name} {out}",

@@ -28,7 +28,7 @@ def test_everything_passes(capsys):
     assert told["world"] == "cpu"
     assert told["torchao"] == "0.18.0"
     names = [case["name"] for case in told["cases"]]
-    assert len(names) == len(set(names)) == 23
+    assert len(names) == len(set(names)) == 25
     assert "quantize bf16 e4m3 rceil (conversion)" in names
     assert "gemm nt transposed, integers" in names
     assert all(case["passed"] and case["values"] for case in told["cases"])

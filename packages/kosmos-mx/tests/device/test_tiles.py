@@ -58,22 +58,23 @@ def test_in_an_epilogue(checked, form, target):
 
 
 @triton.jit
-def mover_kernel(data, code, out, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, B: tl.constexpr):
+def mover_kernel(data, code, out, COLUMNS: tl.constexpr, TARGET: tl.constexpr, B: tl.constexpr):
     """Dequantises a tile on its way."""
     i = tl.arange(0, B)
     g = tl.arange(0, B // 32)
     at = i[:, None] * B + i[None, :]
     elements = tl.load(data + at)
     if COLUMNS:
-        value = dequantize_columns(elements, tl.load(code + g[:, None] * B + i[None, :]), FORMAT)
+        value = dequantize_columns(elements, tl.load(code + g[:, None] * B + i[None, :]), 0, TARGET)
     else:
         codes = tl.load(code + i[:, None] * (B // 32) + g[None, :])
-        value = dequantize_rows(elements, codes, FORMAT)
-    tl.store(out + at, to_bf16(value))
+        value = dequantize_rows(elements, codes, 0, TARGET)
+    tl.store(out + at, to_bf16(value, TARGET))
 
 
+@pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("columns", [0, 1])
-def test_in_a_mover(checked, columns):
+def test_in_a_mover(checked, columns, target):
     x = torch.randn(BLOCK, BLOCK)
     data, scales = reference.quantize_rows(x, E4M3, "rceil", (BLOCK,))
     wanted = reference.dequantize_rows(data, scales).bfloat16()
@@ -81,7 +82,7 @@ def test_in_a_mover(checked, columns):
         data, scales, wanted = (t.t().contiguous() for t in (data, scales, wanted))
     out = torch.zeros(BLOCK, BLOCK, dtype=torch.bfloat16)
     parts = (data.view(torch.uint8), scales.view(torch.uint8))
-    checked(lambda: mover_kernel[(1,)](*parts, out, columns, E4M3.constant, BLOCK))
+    checked(lambda: mover_kernel[(1,)](*parts, out, columns, target, BLOCK))
     assert torch.equal(out, wanted)
 
 

@@ -7,26 +7,28 @@ import torch
 from kosmos_core.errors import ArgumentError
 from kosmos_core.executor import Mutation
 from kosmos_mx import quantize
-from kosmos_mx.cli.checking import all_codes
+from kosmos_mx.cli.checking import PATHS, all_codes
 from kosmos_mx.device import decode
 from kosmos_mx.formats import FORMATS
 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_every_element_with_every_scale(checked, form):
-    case = checked(lambda: all_codes(form, CPU))
+def test_every_element_with_every_scale(checked, form, path):
+    case = checked(lambda: all_codes(form, path, CPU))
     assert case.passed, str(case)
     assert case.values == 4 * 256 * 256
 
 
 DEFECTS = {
     "scale of one power": (decode.scale_factors, "(code - 127) >> 1", "code - 127"),
-    "NaN scale": (decode.dequantize_groups, "code == NAN_CODE", "code < 0"),
+    "NaN scale": (decode.scale_factors, "code == NAN_CODE", "code < 0"),
     "NaN element": (decode.element_value, "== NAN_ELEMENT", "== 0x80"),
+    "infinity of E5M2": (decode.element_value, ">= 0x7C", "> 0x7C"),
     "subnormal elements": (decode.element_value, "(128 - BIAS) << 23", "(127 - BIAS) << 23"),
-    "sign": (decode.element_value, "value | ((bits & 0x80) << 24)", "value"),
+    "sign": (decode.element_value, "value | sign", "value"),
     "ties of bf16": (decode.to_bf16, "+ 0x7FFF + ((bits >> 16) & 1)", "+ 0x8000"),
     "truncated bf16": (decode.to_bf16, "+ 0x7FFF + ((bits >> 16) & 1)", ""),
 }
@@ -34,8 +36,10 @@ DEFECTS = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_planted_defect_is_seen(on_executor, defect):
-    form = FORMATS["e4m3"]
-    case = on_executor(lambda: all_codes(form, CPU), mutations=[Mutation(*DEFECTS[defect])])
+    form = FORMATS["e5m2" if "E5M2" in defect else "e4m3"]
+    case = on_executor(
+        lambda: all_codes(form, "integer", CPU), mutations=[Mutation(*DEFECTS[defect])]
+    )
     assert not case.passed
 
 

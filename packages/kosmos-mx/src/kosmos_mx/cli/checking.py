@@ -77,8 +77,8 @@ def works(
                 PATHS[path],
                 known[name],
             )
-    for form in FORMATS.values():
-        yield partial(all_codes, form, device)
+    for form, path in product(FORMATS.values(), paths):
+        yield partial(all_codes, form, path, device)
     for path in paths:
         yield partial(ragged, path, device, seed)
     for form, scaling in product(FORMATS.values(), SCALINGS):
@@ -126,7 +126,7 @@ def _first_difference(
     return "; the FP64 reference agrees with the kernel"
 
 
-def all_codes(form: Format, device: torch.device) -> Case:
+def all_codes(form: Format, path: str, device: torch.device) -> Case:
     """Every element with every scale code, both ways, back to BF16 and FP32."""
     element = torch.arange(256, dtype=torch.uint8, device=device).expand(256, 256).contiguous()
     code = torch.arange(256, dtype=torch.uint8, device=device)[:, None].expand(256, 8)
@@ -145,17 +145,18 @@ def all_codes(form: Format, device: torch.device) -> Case:
         (256,),
     )
     exact = reference.dequantize_rows(upright.data, upright.scales)
+    back = partial(dequantize, target=PATHS[path])
     wrong = 0
     for dtype in (torch.bfloat16, torch.float32):
         # By way of FP32, which holds every product in its range exactly.
         wanted = exact.float().to(dtype)
-        for got in (dequantize(upright, dtype), dequantize(turned, dtype).t()):
+        for got in (back(upright, dtype), back(turned, dtype).t()):
             wrong += int((~_same(got, wanted)).sum())
     codes = form.exact_bf16_codes
-    inside = dequantize(upright)[codes.start : codes.stop].double()
+    inside = back(upright, torch.bfloat16)[codes.start : codes.stop].double()
     inexact = int((~_same(inside, exact[codes.start : codes.stop])).sum())
     detail = f"{wrong} wrong, {inexact} rounded by BF16 with codes {codes.start} to {codes[-1]}"
-    return Case(f"dequantize {form.name}", 4 * 65536, "FP64", not wrong + inexact, detail)
+    return Case(f"dequantize {form.name} ({path})", 4 * 65536, "FP64", not wrong + inexact, detail)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -43,14 +43,15 @@ def scale_code(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
     """
     # Exponent of the largest element: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15.
     TOP: tl.constexpr = 8 if FORMAT == E4M3 else 15
-    exponent = amax >> 23
     if SCALING == RCEIL:
-        # A quotient just above 2^-127 rounds to 2^-127: there one more mantissa counts as 1.75.
-        limit = tl.where(exponent == TOP, 0x600001, 0x600000)
-        code = exponent - TOP + ((amax & 0x7FFFFF) > limit).to(tl.int32)
-        code = tl.where(amax == 0x7F800000, INF_CODE, tl.maximum(code, 0))
+        # The addition carries into the exponent for mantissas above 1.75. One quotient above 2^-127
+        # rounds to it in fp32, and does not count as above.
+        ROUNDS_DOWN: tl.constexpr = (TOP << 23) + 0x600001
+        carried = amax - (amax == ROUNDS_DOWN).to(tl.int32) + 0x1FFFFF
+        code = tl.maximum((carried >> 23) - TOP, 0)
+        code = tl.where(amax == 0x7F800000, INF_CODE, code)
     else:
-        code = tl.maximum(exponent - TOP, 0)
+        code = tl.maximum((amax >> 23) - TOP, 0)
     return tl.where(amax > 0x7F800000, NAN_CODE, code)
 
 

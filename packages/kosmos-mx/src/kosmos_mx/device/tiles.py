@@ -71,18 +71,20 @@ def swiglu_quantize(gate, up, FORMAT: tl.constexpr, SCALING: tl.constexpr, TARGE
 
 
 @triton.jit
-def dequantize_rows(elements, codes, FORMAT: tl.constexpr):
+def dequantize_rows(elements, codes, FORMAT: tl.constexpr, TARGET: tl.constexpr):
     """fp32 [R, C] of elements [R, C] and codes [R, C / 32], uint8."""
     R: tl.constexpr = elements.shape[0]
     C: tl.constexpr = elements.shape[1]
     groups = elements.reshape(R, C // GROUP, GROUP)
-    return dequantize_groups(groups, codes.to(tl.int32)[:, :, None], FORMAT).reshape(R, C)
+    code = codes.to(tl.int32)[:, :, None]
+    return dequantize_groups(groups, code, FORMAT, TARGET).reshape(R, C)
 
 
 @triton.jit
-def dequantize_columns(elements, codes, FORMAT: tl.constexpr):
+def dequantize_columns(elements, codes, FORMAT: tl.constexpr, TARGET: tl.constexpr):
     """fp32 [R, C] of elements [R, C] and codes [R / 32, C], uint8."""
     R: tl.constexpr = elements.shape[0]
     C: tl.constexpr = elements.shape[1]
     groups = elements.reshape(R // GROUP, GROUP, C)
-    return dequantize_groups(groups, codes.to(tl.int32)[:, None, :], FORMAT).reshape(R, C)
+    code = codes.to(tl.int32)[:, None, :]
+    return dequantize_groups(groups, code, FORMAT, TARGET).reshape(R, C)

@@ -17,11 +17,13 @@ class DequantizeConfig(NamedTuple):
         COLUMNS: 1 if groups lie along columns.
         FORMAT: E4M3 or E5M2.
         BLOCK_COLS: columns of a tile, which has 32 rows.
+        TARGET: NVIDIA or AMD.
     """
 
     COLUMNS: tl.constexpr
     FORMAT: tl.constexpr
     BLOCK_COLS: tl.constexpr
+    TARGET: tl.constexpr
 
 
 @triton.jit
@@ -45,15 +47,17 @@ def dequantize_kernel(element_ptr, scale_ptr, out_ptr, rows, cols, CONFIG):
     if CONFIG.COLUMNS:
         base = scale_ptr + band.to(tl.int64) * cols
         codes = tl.load(base + cols_ids, mask=cols_ids < cols, other=0)
-        value = dequantize_columns(elements, codes.reshape(1, BLOCK_COLS), CONFIG.FORMAT)
+        value = dequantize_columns(
+            elements, codes.reshape(1, BLOCK_COLS), CONFIG.FORMAT, CONFIG.TARGET
+        )
     else:
         groups = cols // GROUP
         group_ids = col // GROUP + tl.arange(0, BLOCK_GROUPS)
         known = (row_ids < rows)[:, None] & (group_ids < groups)[None, :]
         pointers = scale_ptr + row_ids.to(tl.int64)[:, None] * groups + group_ids[None, :]
         codes = tl.load(pointers, mask=known, other=0)
-        value = dequantize_rows(elements, codes, CONFIG.FORMAT)
+        value = dequantize_rows(elements, codes, CONFIG.FORMAT, CONFIG.TARGET)
     if out_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(out_ptr + offsets, to_bf16(value), mask=inside)
+        tl.store(out_ptr + offsets, to_bf16(value, CONFIG.TARGET), mask=inside)
     else:
         tl.store(out_ptr + offsets, value, mask=inside)

@@ -8,22 +8,44 @@ from kosmos_core.errors import ArgumentError
 from kosmos_mx import reference
 from kosmos_mx.formats import num_groups
 from kosmos_mx.kernels.dequantize import DequantizeConfig, dequantize_kernel
-from kosmos_mx.ops.launching import BLOCK_COLS, as_bytes, constants, launch, runs_kernels
+from kosmos_mx.ops.launching import (
+    BLOCK_COLS,
+    as_bytes,
+    constants,
+    launch,
+    runs_kernels,
+    target_of,
+)
 from kosmos_mx.tensor import MXTensor
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def dequantize(
-    x: MXTensor, dtype: torch.dtype = torch.bfloat16, *, padding: bool = False
+    x: MXTensor,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    padding: bool = False,
+    target: int | None = None,
 ) -> torch.Tensor:
-    """[rows, cols] of `x`; see `MXTensor.dequantize`."""
+    """[rows, cols] of `x`; see `MXTensor.dequantize`.
+
+    Args:
+        x: the matrix.
+        dtype: bfloat16, float32 or float64.
+        padding: keep the padding to whole groups.
+        target: vendor constant of the device functions, to run another vendor's code path. [this
+            device's]
+
+    Raises:
+        ArgumentError: another dtype.
+    """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype: got {dtype}, wanted one of {', '.join(map(str, DTYPES))}")
     # As it lies in memory, a matrix is upright.
     stored = x.t() if x.is_transposed else x
     if dtype is not torch.float64 and runs_kernels(x.device):
-        values = _launch(stored, dtype)
+        values = _launch(stored, dtype, target_of(x.device) if target is None else target)
     else:
         values = _by_reference(stored, dtype)
     if not padding:
@@ -46,7 +68,7 @@ def _by_reference(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     return upright.to(dtype).t().contiguous()
 
 
-def _launch(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+def _launch(stored: MXTensor, dtype: torch.dtype, target: int) -> torch.Tensor:
     rows, cols = stored.data.shape
     out = torch.empty(rows, cols, dtype=dtype, device=stored.device)
     config = constants(
@@ -54,6 +76,7 @@ def _launch(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
         COLUMNS=int(stored.axis == "col"),
         FORMAT=stored.format.constant,
         BLOCK_COLS=BLOCK_COLS,
+        TARGET=target,
     )
     data, scales = as_bytes(stored.data), as_bytes(stored.scales)
     num_wgs = num_groups(rows) * -(-cols // BLOCK_COLS)
