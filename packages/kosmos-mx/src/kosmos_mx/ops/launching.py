@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import triton.language as tl
 from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.device_info import vendor_target
 from kosmos_core.executor import is_active
+from kosmos_core.launch import LAUNCHER
 
 # Columns of a tile of 32 rows: 64 elements a thread of four warps.
 BLOCK_COLS = 256
@@ -52,11 +54,31 @@ def launch(
     """Launches `num_wgs` workgroups on the current stream of `device`; none for 0."""
     if num_wgs == 0:
         return
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(num_wgs,)](*args, num_warps=num_warps, num_stages=num_stages)
-    else:
+    if device.type != "cuda":
         kernel[(num_wgs,)](*args, num_warps=num_warps, num_stages=num_stages)
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (*map(specialised, args), num_warps, num_stages)
+    with torch.cuda.device(index):
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        LAUNCHER.launch(kernel, num_wgs, args, key, index, stream, num_warps, num_stages)
+
+
+def specialised(value: Any) -> Hashable:
+    """What the compiled code depends on in an argument, or in a struct of them.
+
+    Triton compiles for the number 1, for multiples of 16, for 32 or 64 bits, for aligned pointers,
+    and on AMD for storage below 2 GiB.
+    """
+    if isinstance(value, tuple):
+        return tuple([specialised(part) for part in value])
+    if isinstance(value, torch.Tensor):
+        is_small = value.untyped_storage().nbytes() < 1 << 31
+        return value.dtype, value.data_ptr() % 16 == 0, is_small
+    if isinstance(value, tl.constexpr):
+        constant: Hashable = value.value
+        return constant
+    return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

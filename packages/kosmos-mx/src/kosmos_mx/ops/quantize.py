@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,6 +246,8 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
     return made[: 4 if wanted.columns else 2] if wanted.rows else made[2:]
 
 
+# Kept, since copying it to a GPU waits for the GPU.
+@functools.lru_cache(maxsize=256)
 def _table(segments: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int32 [2 * segments + 3], as `kernels.quantize.Source` has it."""
     rows, groups = [0], [0]
