@@ -31,10 +31,18 @@ class Clock:
         return [0.5 if name == bench.COPY else 1.0] * calls
 
 
-def measure():
+def measure(sweep=False):
     with cpu_world(1) as world:
-        (report,) = world.spmd(lambda rank: bench.run(world, Clock(), 70, 96, "rceil", 2))
+        (report,) = world.spmd(lambda rank: bench.run(world, Clock(), 70, 96, "rceil", 2, sweep))
     return report
+
+
+def test_a_sweep_times_other_tiles():
+    names = [row["name"] for row in measure(sweep=True)["rows_of_table"]]
+    assert names[: len(NAMES)] == NAMES
+    assert names[len(NAMES) :] == [
+        f"quantize both, 32x{cols}, {warps} warps" for cols, warps in bench.TILES
+    ]
 
 
 def test_figures_are_bytes_over_time():

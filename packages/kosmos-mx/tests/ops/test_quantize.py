@@ -169,6 +169,26 @@ def test_a_view_with_a_stride_is_taken_as_it_is(on_executor):
     assert column.equal(again[1])
 
 
+@pytest.mark.parametrize("tile", [(32, 1), (64, 4), (512, 8)])
+def test_the_tile_changes_no_bit(on_executor, tile):
+    x = torch.randn(70, 600)
+    made = on_executor(lambda: quantize(x, "both", tile=tile))
+    for copy, plain in zip(made, quantize(x, "both"), strict=True):
+        assert copy.equal(plain)
+
+
+def test_shards_one_after_another_are_the_whole_in_segments(on_executor):
+    """What a gather of column-wise copies gives, whatever the ranks' number of rows."""
+    x = torch.randn(120, 64)
+    whole = on_executor(lambda: quantize(x, "col", segments=40))
+    shards = [on_executor(lambda part=part: quantize(part, "col")) for part in x.split(40)]
+    for name in ("data", "scales"):
+        gathered = torch.cat([getattr(shard, name).view(torch.uint8) for shard in shards])
+        assert torch.equal(gathered, getattr(whole, name).view(torch.uint8))
+    assert whole.data.shape == (3 * 64, 64)
+    assert whole.dequantize().shape == (120, 64)
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_nothing_is_quantised_to_nothing(on_executor, shape, transposed):
@@ -232,6 +252,8 @@ def test_swiglu_is_not_rounded_to_bf16_in_between(on_executor):
         ((torch.zeros(2, 2),), {"dtype": torch.int8}, "dtype: got torch.int8"),
         ((torch.zeros(2, 2),), {"segments": 0}, "segments: got 0"),
         ((torch.zeros(2, 2),), {"segments": (1, 2)}, r"segments: got \(1, 2\), wanted lengths"),
+        ((torch.zeros(2, 2),), {"tile": (48, 4)}, r"tile: got \(48, 4\), wanted columns and warps"),
+        ((torch.zeros(2, 2),), {"tile": (64, 3)}, r"tile: got \(64, 3\)"),
         ((torch.zeros(2, 2),), {"segments": (3, -1)}, r"segments: got \(3, -1\)"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ COPY = "copy"
 # The figure that has a target.
 BOTH = "quantize both"
 WANTED_SHARE = 0.70
+# Columns and warps of `--sweep`.
+TILES = ((128, 2), (128, 4), (256, 2), (256, 4), (256, 8), (512, 4), (512, 8), (1024, 8))
 
 
 @click.command()
@@ -32,8 +35,11 @@ WANTED_SHARE = 0.70
     "--scale-rounding", type=click.Choice(tuple(SCALINGS)), default="rceil", show_default=True
 )
 @click.option("--rounds", default=ROUNDS, show_default=True, help="Rounds of all variants.")
+@click.option("--sweep", is_flag=True, help="Other tiles of the first cast, too.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
-def bench(rows: int, cols: int, scale_rounding: str, rounds: int, json_path: Path | None) -> int:
+def bench(
+    rows: int, cols: int, scale_rounding: str, rounds: int, sweep: bool, json_path: Path | None
+) -> int:
     """Time casts of a BF16 matrix on this GPU, and a copy of it.
 
     Bytes are what a cast must move: the source once, every copy once. Exit status: 0; 1 if an
@@ -49,7 +55,7 @@ def bench(rows: int, cols: int, scale_rounding: str, rounds: int, json_path: Pat
     with gpu_world(1) as world:
 
         def host(rank: int) -> dict[str, Any]:
-            return run(world, EventTimer(world), rows, cols, scale_rounding, rounds)
+            return run(world, EventTimer(world), rows, cols, scale_rounding, rounds, sweep)
 
         try:
             (report,) = world.spmd(host)
@@ -68,7 +74,13 @@ class WrongOutput(KosmosError):
 
 
 def run(
-    world: World, timer: Timer, rows: int, cols: int, scale_rounding: str, rounds: int
+    world: World,
+    timer: Timer,
+    rows: int,
+    cols: int,
+    scale_rounding: str,
+    rounds: int,
+    sweep: bool = False,
 ) -> dict[str, Any]:
     """Checks and times every variant.
 
@@ -79,6 +91,7 @@ def run(
         cols: of the matrix.
         scale_rounding: of the casts.
         rounds: rounds of all variants.
+        sweep: time other tiles, too.
 
     Returns:
         What the JSON file holds.
@@ -111,6 +124,11 @@ def run(
         "dequantize row": (_bytes(x) + row.num_bytes, row.dequantize),
         "dequantize col": (_bytes(x) + column.num_bytes, column.dequantize),
     }
+    for tile in TILES if sweep else ():
+        variants[f"{BOTH}, 32x{tile[0]}, {tile[1]} warps"] = (
+            variants[BOTH][0],
+            partial(quantize, x, "both", scale_rounding, tile=tile),
+        )
     calls = {name: call for name, (_, call) in variants.items()}
     times = time_rounds(calls, timer, rounds=rounds)
     row, column = quantize(x, "both", scale_rounding)
@@ -165,10 +183,10 @@ def _figures(moved: dict[str, int], times: dict[str, Timing]) -> list[dict[str, 
 
 def table(report: dict[str, Any]) -> str:
     """The report as lines of text."""
-    lines = [f"{'':26}{'ms':>9}{'GB/s':>9}{'of copy':>9}{'spread':>9}"]
+    lines = [f"{'':32}{'ms':>9}{'GB/s':>9}{'of copy':>9}{'spread':>9}"]
     for row in report["rows_of_table"]:
         lines.append(
-            f"{row['name']:26}{row['median_ms']:9.4f}{row['gb_per_s']:9.0f}"
+            f"{row['name']:32}{row['median_ms']:9.4f}{row['gb_per_s']:9.0f}"
             f"{row['share_of_copy']:9.1%}{row['spread']:9.1%}"
         )
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from kosmos_mx.kernels.quantize import (
 )
 from kosmos_mx.ops.launching import (
     BLOCK_COLS,
+    NUM_WARPS,
     as_bytes,
     constants,
     launch,
@@ -54,6 +55,7 @@ class _Wanted:
     segments: tuple[int, ...]
     uniform: int | None
     target: int | None
+    tile: tuple[int, int] = (BLOCK_COLS, NUM_WARPS)
 
 
 def quantize(
@@ -65,6 +67,7 @@ def quantize(
     segments: int | Sequence[int] | None = None,
     transposed: bool = False,
     target: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> Any:
     """MXFP8 copies of a matrix, made in one pass over it.
 
@@ -81,6 +84,8 @@ def quantize(
             [cols, padded rows] of which `data` is the transpose.
         target: vendor constant of the device functions, to run another vendor's code path. [this
             device's]
+        tile: most columns (a power of two from 32 on) and warps of a workgroup, to measure others
+            than the default; a tile has 32 rows.
 
     Returns:
         `MXTensor`, or for "both" a pair of them, row-wise and column-wise.
@@ -92,6 +97,8 @@ def quantize(
     1.0; cuBLAS documentation, "1D block scaling".
     """
     wanted = _wanted(x, axis, scale_rounding, dtype, segments, transposed, target)
+    if tile is not None:
+        wanted = replace(wanted, tile=_tile(tile))
     return _results(_make(x, None, wanted), wanted, x)
 
 
@@ -182,6 +189,16 @@ def _wanted(
     )
 
 
+def _tile(tile: tuple[int, int]) -> tuple[int, int]:
+    cols, warps = tile
+    if cols < SMALLEST_BLOCK_COLS or cols & (cols - 1) or warps < 1 or warps & (warps - 1):
+        raise ArgumentError(
+            f"tile: got {tile}, wanted columns and warps, powers of two, columns from "
+            f"{SMALLEST_BLOCK_COLS} on"
+        )
+    return cols, warps
+
+
 def _make(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[torch.Tensor]:
     """Elements and scales, uint8, of the copies that are made, as they lie in memory."""
     if runs_kernels(x.device):
@@ -214,7 +231,7 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
     columns = NO_COLUMNS
     if wanted.columns:
         columns = TRANSPOSED if wanted.transposed else AS_SOURCE
-    width = BLOCK_COLS
+    width, num_warps = wanted.tile
     while width > SMALLEST_BLOCK_COLS and width // 2 >= padded(cols):
         width //= 2
     table = None if wanted.uniform is not None else _table(wanted.segments, x.device)
@@ -242,7 +259,8 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
     )
     copies = Copies(made[0], made[1], made[2], made[3], groups)
     num_wgs = groups * -(-padded(cols) // width)
-    launch(quantize_kernel, num_wgs, (source, copies, config), x.device)
+    args = (source, copies, config)
+    launch(quantize_kernel, num_wgs, args, x.device, num_warps=num_warps)
     return made[: 4 if wanted.columns else 2] if wanted.rows else made[2:]
 
 
