@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import triton.language as tl
 from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 
@@ -47,6 +49,7 @@ def compile_cases() -> list[CompileCase]:
     for target in TARGETS:
         cases += _quantize_cases(target)
         cases += _dequantize_cases(target)
+        cases += _cases_of_one(target)
     for target in ("sm_90", *SCALED_TARGETS):
         cases += _gemm_cases(target)
     return cases
@@ -134,6 +137,43 @@ def _dequantize_cases(target: str) -> Iterator[CompileCase]:
             options={"num_warps": NUM_WARPS, "num_stages": 1},
             expect=Expectations(keeps_subnormals=True, wide_load=1),
         )
+
+
+def _cases_of_one(target: str) -> Iterator[CompileCase]:
+    """Sizes of 1, which triton compiles in."""
+    one = tl.constexpr(1)
+    vendor = TARGETS[target].value
+    case = _quantize_case(target, "both of one", "bf16", {"ROWS": 1, "COLUMNS": AS_SOURCE.value})
+    source = Source("*bf16", "*bf16", one, one, one, one, one, "*u8")
+    copies = Copies("*u8", "*u8", "*u8", "*u8", one)
+    yield replace(
+        case,
+        signature={**case.signature, "source": source, "copies": copies},
+        divisible_by_16=(),
+        expect=Expectations(keeps_subnormals=True),
+    )
+    config = {"COLUMNS": 1, "FORMAT": 0, "BLOCK_COLS": BLOCK_COLS, "TARGET": vendor}
+    yield CompileCase(
+        name="dequantize col of one",
+        kernel=dequantize_kernel,
+        signature={
+            **dict.fromkeys(("element_ptr", "scale_ptr"), "*u8"),
+            "out_ptr": "*bf16",
+            "rows": "i32",
+            "cols": one,
+            "CONFIG": constants(DequantizeConfig, **config),
+        },
+        target=target,
+        options={"num_warps": NUM_WARPS, "num_stages": 1},
+    )
+    tile = next(iter(c for c in _gemm_cases(target) if "gemm nn bf16 even_k=0" in c.name))
+    sizes = {"m": one, "n": one, "k": "i32"}
+    yield replace(
+        tile,
+        name="gemm nn bf16 of one",
+        signature={**tile.signature, **sizes},
+        divisible_by_16=tuple(f for f in tile.divisible_by_16 if f not in ("m", "n")),
+    )
 
 
 def _gemm_cases(target: str) -> Iterator[CompileCase]:
