@@ -24,6 +24,7 @@ TOOLS = (
     "hatchling",
     "mypy",
     "nox",
+    "pybind11",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
