@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, prepare_ag_gemm
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag, prepare_bulk_ag
+from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs, prepare_bulk_rs
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs, prepare_gemm_rs
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -11,12 +12,14 @@ from kosmos_tpsp.workspaces import TpSpWorkspace
 __all__ = [
     "AgGemmOptions",
     "BulkAgOptions",
+    "BulkColumnOptions",
     "BulkRsOptions",
     "GemmRsOptions",
     "TpSpWorkspace",
     "__version__",
     "ag_gemm",
     "bulk_ag",
+    "bulk_column",
     "bulk_rs",
     "gemm_rs",
     "prepare_ag_gemm",

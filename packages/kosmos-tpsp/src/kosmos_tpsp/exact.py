@@ -86,3 +86,13 @@ def bulk_rs(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]
         total = total + draw("dx", source).chunk(size)[rank].float()
     product = draw("dy", rank).double().t() @ draw("x", rank).double()
     return {"dx_shard": Wanted.rows(total.to(torch.bfloat16)), "dw": Wanted.of(product)}
+
+
+def bulk_column(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:
+    """The sum over ranks of the own rows of dy times w, each product rounded; and dy.T times x."""
+    parts = [
+        draw("dy", source).chunk(size)[rank].double() @ draw("w", source).double()
+        for source in range(size)
+    ]
+    product = draw("dy", rank).double().t() @ gathered(draw, "x", size).double()
+    return {"dx_shard": Wanted.sum(parts), "dw": Wanted.of(product)}

@@ -21,6 +21,7 @@ from kosmos_tpsp.bench.report import console, print_report
 from kosmos_tpsp.bench.results import Report
 from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.bench.session import group_rig, process_group, run
+from kosmos_tpsp.bench.unfused import UNFUSED
 from kosmos_tpsp.ops.catalog import DRIVERS, LAYOUTS, ORDERS, choose
 from kosmos_tpsp.ops.prepared import POLICIES, TRANSPORTS
 
@@ -30,7 +31,7 @@ OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 @click.command()
-@click.argument("op", metavar="OP", type=click.Choice(tuple(DRIVERS)))
+@click.argument("op", metavar="OP", type=click.Choice(tuple(UNFUSED)))
 @click.option(
     "--shapes",
     help="llama3, names of its shapes (8B-FC1-MBS1) or m,n,k; semicolons between.  "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kosmos_core.device import barrier
+
 from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.device import gather, gradient, scatter
 
@@ -25,7 +27,7 @@ BULK_RS_PLANTS = [
         "rows are pulled from a peer that may not have made them yet",
         (
             gradient.hold_all,
-            "start_hold(ctx, call, standing, peer, PHASE_REDUCE)",
+            "start_hold_all(ctx, call, standing, PHASE_REDUCE)",
             "standing",
         ),
         choices=PULL,
@@ -35,7 +37,7 @@ BULK_RS_PLANTS = [
         "one_start_held",
         "start and end",
         "the start of the next rank is taken for that of all",
-        (gradient.hold_all, "for step in range(1, ctx.WORLD)", "for step in range(1, 2)"),
+        (barrier.start_hold_all, "range(1, ctx.WORLD)", "range(1, 2)"),
         choices=PULL,
         ranks=3,
     ),

@@ -17,6 +17,7 @@ from kosmos_tpsp.cli.rig import Rig, run_on_cpu
 from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
+from kosmos_tpsp.ops.bulk_column import BulkColumnOptions
 from kosmos_tpsp.ops.bulk_rs import BulkRsOptions
 from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
@@ -239,10 +240,26 @@ def _beside_options(rng: random.Random, split_k: int | None) -> BulkAgOptions:
     )
 
 
+def _column_options(rng: random.Random, split_k: int | None) -> Any:
+    """Mostly of both calls in one, between calls of either."""
+    kind = rng.random()
+    if kind < 0.2:
+        return _beside_options(rng, split_k)
+    if kind < 0.4:
+        return _bulk_rs_options(rng, split_k)
+    return BulkColumnOptions(
+        policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
+        transport=rng.choice((None, "pull", "push")),
+        movers_per_peer=rng.choice((None, None, 1, 2, 3)),
+        split_k=split_k,
+    )
+
+
 # How the choices of each op are drawn.
 OPTIONS: dict[str, Callable[[random.Random, int | None], Any]] = {
     "ag_gemm": _gather_options,
     "gemm_rs": _scatter_options,
     "bulk_ag": _beside_options,
     "bulk_rs": _bulk_rs_options,
+    "bulk_column": _column_options,
 }

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from kosmos_core.device.barrier import start_hold
+from kosmos_core.device.barrier import start_hold_all
 from kosmos_core.device.gemm import add_accumulator
 from kosmos_core.device.layout import HANDOVER, PHASE_REDUCE
-from kosmos_core.device.peers import peer_at, peer_ptr
+from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.target import fence_async_proxy, matrix_view
 from kosmos_core.device.tiles import Grid
 
@@ -93,10 +93,7 @@ def build_gradient(ops, ctx, call, standing, m, n, k, builders, split_tiles, CON
 @triton.jit
 def hold_all(ctx, call, standing, grid, tile_row, CONFIG):
     """Pull: what a peer has is complete, and stays so, once its start of this call is held."""
-    for step in range(1, ctx.WORLD):
-        peer = peer_at(call.rank, step, ctx.WORLD)
-        standing = start_hold(ctx, call, standing, peer, PHASE_REDUCE)
-    return standing
+    return start_hold_all(ctx, call, standing, PHASE_REDUCE)
 
 
 @triton.jit

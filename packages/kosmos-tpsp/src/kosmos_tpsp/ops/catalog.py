@@ -13,6 +13,7 @@ from kosmos_tpsp.exact import Draw, Wanted
 from kosmos_tpsp.ops import custom, prepared
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
 from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag, describe_bulk_ag
+from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column, describe_bulk_column
 from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs, describe_bulk_rs
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, describe_gemm_rs, gemm_rs
 from kosmos_tpsp.ops.prepared import Prepared
@@ -99,6 +100,7 @@ class Driver:
         operator: (options) the operator of the dispatcher, which takes (*operands, handle).
         wanted: what a call must give, in FP64.
         width: features of the workspace that a call takes.
+        crossings: how often its tokens cross between ranks.
         place: (operands, workspace, options, copies) gives the operands where a call wants them;
             without `copies` only the places.
     """
@@ -120,6 +122,7 @@ class Driver:
     operator: Callable[[Any], Callable[..., Any]]
     wanted: Callable[[Draw, int, int, Any], dict[str, Wanted]]
     width: Callable[[Shape], int]
+    crossings: int = 1
     place: Callable[[Mapping[str, torch.Tensor], TpSpWorkspace, Any, bool], Tensors] = _as_given
 
     def call(
@@ -190,7 +193,8 @@ class Driver:
 
     def remote_bytes(self, shape: Shape, size: int) -> int:
         """Bytes that cross ranks, into and out of each one."""
-        return (size - 1) * (self.num_tokens(shape) // size) * self.width(shape) * 2
+        rows = (size - 1) * (self.num_tokens(shape) // size)
+        return self.crossings * rows * self.width(shape) * 2
 
     def _in_order(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [given[name] for name in self.operands]
@@ -296,6 +300,30 @@ DRIVERS = {
             wanted=exact.bulk_rs,
             width=lambda shape: shape[1],
             place=_handed_over,
+        ),
+        Driver(
+            name="bulk_column",
+            title="bulk AG, bulk RS",
+            options=BulkColumnOptions,
+            layouts=("nn",),
+            orders=(),
+            policies=("one_way", "fixed", "serial"),
+            transports=("pull", "push"),
+            crew="movers_per_peer",
+            tokens="m",
+            operands={
+                "x": lambda s: (s.m // s.ranks, s.n),
+                "dy": lambda s: (s.m, s.k),
+                "w": _weights,
+            },
+            outputs={"dx_shard": lambda s: (s.m // s.ranks, s.n), "dw": lambda s: (s.k, s.n)},
+            into=lambda options: {"dx_shard": "out", "dw": "dw"},
+            op=bulk_column,
+            describe_op=describe_bulk_column,
+            operator=lambda options: custom.bulk_column_backward_op,
+            wanted=exact.bulk_column,
+            width=lambda shape: shape[1],
+            crossings=2,
         ),
     )
 }

@@ -1,8 +1,9 @@
 """Operators of the dispatcher: what autograd, `torch.compile` and CUDA graphs see.
 
 `torch.ops.kosmos.ag_gemm(x, w, call)`, `ag_gemm_gathered(x, w, call)`, `gemm_rs(x, w, call)`,
-`bulk_ag(x, dy, w, call)`, `bulk_rs(dx, dy, x, call)` and `bulk_rs_added(dx, dy, x, main_grad,
-call)`; `call` comes from `kosmos_tpsp.ops.registry.call_handle`.
+`bulk_ag(x, dy, w, call)`, `bulk_rs(dx, dy, x, call)`, `bulk_rs_added(dx, dy, x, main_grad, call)`
+and `bulk_column_backward(x, dy, w, call)`; `call` comes from
+`kosmos_tpsp.ops.registry.call_handle`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag
+from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.ops.registry import resolve
@@ -136,14 +138,37 @@ def _bulk_rs_added_fake(
     return x.new_empty((x.shape[0] // workspace.world.size, x.shape[1]))
 
 
+@torch.library.custom_op("kosmos::bulk_column_backward", mutates_args=())
+def bulk_column_backward_op(
+    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`bulk_column`: (dx_shard [m / world size, n], dw [k, n]).
+
+    Both launches in one operator: what the first hands over is never seen outside.
+    """
+    workspace, options = resolve(call)
+    shard, dw = bulk_column(x, dy, w, workspace, options=options)
+    assert dw is not None
+    return shard, dw
+
+
+@bulk_column_backward_op.register_fake
+def _bulk_column_backward_fake(
+    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
 __all__ = [
     "AgGemmOptions",
     "BulkAgOptions",
+    "BulkColumnOptions",
     "BulkRsOptions",
     "GemmRsOptions",
     "ag_gemm_gathered_op",
     "ag_gemm_op",
     "bulk_ag_op",
+    "bulk_column_backward_op",
     "bulk_rs_added_op",
     "bulk_rs_op",
     "gemm_rs_op",
