@@ -40,6 +40,7 @@ class World(abc.ABC):
         why_not_fused: the reason when they do not.
         target: vendor constant of `kosmos_core.device.target`.
         machine: name of the machine model that plans are made for.
+        kept: what packages keep for as long as the world lives, each under a key of its own.
     """
 
     size: int
@@ -54,6 +55,7 @@ class World(abc.ABC):
                 f"world size: got {size}, wanted 1 to {MAX_WORLD_SIZE}; use a subgroup of the node"
             )
         self.size = size
+        self.kept: dict[Hashable, Any] = {}
 
     @property
     @abc.abstractmethod

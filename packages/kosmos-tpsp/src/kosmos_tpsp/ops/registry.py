@@ -7,15 +7,19 @@ import weakref
 from typing import Any
 
 from kosmos_core.errors import WorkspaceError
+from kosmos_core.worlds import World
 
+from kosmos_tpsp.sharing import SharedWorkspace
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
-_CALLS: dict[int, tuple[weakref.ref[TpSpWorkspace], Any]] = {}
+AnyWorkspace = TpSpWorkspace | SharedWorkspace
+
+_CALLS: dict[int, tuple[weakref.ref[AnyWorkspace], Any]] = {}
 _HANDLES: dict[tuple[int, Any], int] = {}
 _COUNT = itertools.count()
 
 
-def call_handle(workspace: TpSpWorkspace, options: Any) -> int:
+def call_handle(workspace: AnyWorkspace, options: Any) -> int:
     """The handle of (workspace, options), the same one while the workspace lives."""
     key = (id(workspace), options)
     handle = _HANDLES.get(key)
@@ -30,11 +34,25 @@ def call_handle(workspace: TpSpWorkspace, options: Any) -> int:
 
 
 def resolve(handle: int) -> tuple[TpSpWorkspace, Any]:
-    """The workspace and options of a handle.
+    """The workspace and options of a handle; makes a shared workspace that is not made yet.
 
     Raises:
         WorkspaceError: the handle is unknown or its workspace is gone.
     """
+    workspace, options = _entry(handle)
+    return workspace.get() if isinstance(workspace, SharedWorkspace) else workspace, options
+
+
+def world_of_call(handle: int) -> World:
+    """The world of a handle's workspace, which need not be made for that.
+
+    Raises:
+        WorkspaceError: the handle is unknown or its workspace is gone.
+    """
+    return _entry(handle)[0].world
+
+
+def _entry(handle: int) -> tuple[AnyWorkspace, Any]:
     entry = _CALLS.get(handle)
     workspace = None if entry is None else entry[0]()
     if entry is None or workspace is None:

@@ -1,0 +1,197 @@
+"""Forward and backward of the parallel linear layers, made of the fused ops.
+
+The paper's Figure 5: `ag_gemm` TN and, backward, `bulk_ag` then `bulk_rs` for the column-parallel
+layer; `gemm_rs` and, backward, `ag_gemm` NN then a plain GEMM for the row-parallel one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kosmos_tpsp import reference
+from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
+from kosmos_tpsp.workspaces import TpSpWorkspace
+
+# Zeros that stand for the gradient of a weight whose real one went into main_grad.
+_STAND_INS: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """What a layer chooses for all its calls.
+
+    Attributes:
+        cap: most workgroups that a fused call uses.
+        main_grad: add weight gradients into the weight's `main_grad` where it has one in FP32.
+        force: run fused although a plan would decline for speed.
+    """
+
+    cap: int | None = None
+    main_grad: bool = True
+    force: bool = False
+
+    @cached_property
+    def gather(self) -> AgGemmOptions:
+        """Choices of the column layer's forward."""
+        return AgGemmOptions(layout="tn", cap=self.cap, force=self.force)
+
+    @cached_property
+    def gather_back(self) -> AgGemmOptions:
+        """Choices of the row layer's backward, whose gathered dY the weight gradient needs."""
+        return AgGemmOptions(layout="nn", keep_gathered=True, cap=self.cap, force=self.force)
+
+    @cached_property
+    def gather_only(self) -> AgGemmOptions:
+        """Choices of the row layer's backward where the weight is frozen."""
+        return AgGemmOptions(layout="nn", keep_gathered=False, cap=self.cap, force=self.force)
+
+    @cached_property
+    def scatter(self) -> GemmRsOptions:
+        """Choices of the row layer's forward."""
+        return GemmRsOptions(cap=self.cap, force=self.force)
+
+
+def column_backward(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    w: torch.Tensor,
+    workspace: TpSpWorkspace,
+    options: LinearOptions,
+    needs: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the column-parallel linear.
+
+    Args:
+        x: [m / world size, n], the input's own rows.
+        dy: [m, k], gradient of this rank's columns of the output.
+        w: [k, n]; with `options.main_grad` and an FP32 `w.main_grad` [k, n] the weight gradient is
+            added into that, and `w.grad_added_to_main_grad` is set.
+        workspace: of the group.
+        options: of the layer.
+        needs: whether the gradients of x and of w are wanted, equal on all ranks.
+
+    Returns:
+        (dx [m / world size, n], dw [k, n]), None for what is not wanted; a dw that went into
+        main_grad is a stand-in of zeros.
+
+    Communication: gathers x and reduces dx: `bulk_ag` and `bulk_rs`. With a frozen weight one
+    `gemm_rs`, with a frozen input one gather.
+    """
+    needs_dx, needs_dw = needs
+    if not needs_dw:
+        # dY W is the product of a row-parallel linear whose weight is W^T.
+        return (
+            (gemm_rs(dy, w.t(), workspace, options=options.scatter), None)
+            if needs_dx
+            else (None, None)
+        )
+    main_grad = _main_grad(w, workspace, options)
+    if not needs_dx:
+        return None, _weight_grad(dy, _gather(x, workspace), w, main_grad)
+    gathered, dx = reference.bulk_ag(x, dy, w, workspace.world)
+    dx_shard, dw = reference.bulk_rs(dx, dy, gathered, workspace.world)
+    if main_grad is None:
+        return dx_shard, dw
+    main_grad.add_(dw)
+    return dx_shard, _stand_in(w)
+
+
+def row_backward(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    w: torch.Tensor,
+    workspace: TpSpWorkspace,
+    options: LinearOptions,
+    needs: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the row-parallel linear.
+
+    Args:
+        x: [m, n], all rows of this rank's features.
+        dy: [m / world size, k], gradient of the output's own rows.
+        w: [k, n]; `w.main_grad` as in `column_backward`.
+        workspace: of the group.
+        options: of the layer.
+        needs: whether the gradients of x and of w are wanted, equal on all ranks.
+
+    Returns:
+        (dx [m, n], dw [k, n]), None for what is not wanted; a dw that went into main_grad is a
+        stand-in of zeros.
+
+    Communication: gathers dy, in `ag_gemm` NN unless the input is frozen.
+    """
+    needs_dx, needs_dw = needs
+    if not needs_dw:
+        if not needs_dx:
+            return None, None
+        dx = ag_gemm(dy, w, workspace, options=options.gather_only)
+        return (dx[0] if isinstance(dx, tuple) else dx), None
+    main_grad = _main_grad(w, workspace, options)
+    if not needs_dx:
+        return None, _weight_grad(_gather(dy, workspace), x, w, main_grad)
+    dx, gathered = ag_gemm(dy, w, workspace, options=options.gather_back)
+    return dx, _weight_grad(gathered, x, w, main_grad)
+
+
+def refuse(workspace: TpSpWorkspace, op: str, x: torch.Tensor, w: torch.Tensor, why: str) -> None:
+    """Raises for a bad argument that only a layer can see, and tells the peers.
+
+    Raises:
+        ArgumentError: always.
+    """
+    with prepared.telling_peers(workspace, lambda: prepared.shown_call(op, x, w)):
+        raise validate.reject(validate.SHAPE, why)
+
+
+def _gather(x: torch.Tensor, workspace: TpSpWorkspace) -> torch.Tensor:
+    """All ranks' rows, where no GEMM of this call would hide the gather."""
+    workspace.check()
+    return workspace.world.all_gather_tensor(x)
+
+
+def _main_grad(
+    w: torch.Tensor, workspace: TpSpWorkspace, options: LinearOptions
+) -> torch.Tensor | None:
+    """The buffer that the weight gradient is added into; None to return it."""
+    found: torch.Tensor | None = getattr(w, "main_grad", None) if options.main_grad else None
+    if found is None or found.dtype != torch.float32:
+        return None  # whoever keeps it in another type adds the returned gradient
+    if found.shape != w.shape or found.device != w.device or not found.is_contiguous():
+        refuse(
+            workspace, "main_grad", found, w,
+            f"weight.main_grad: got {tuple(found.shape)} on {found.device}, strides "
+            f"{found.stride()}, wanted a contiguous {tuple(w.shape)} on {w.device}",
+        )  # fmt: skip
+    return found
+
+
+def _weight_grad(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, main_grad: torch.Tensor | None
+) -> torch.Tensor:
+    """dY^T X [k, n] by the vendor's GEMM; into main_grad, unrounded, where there is one."""
+    if main_grad is None:
+        return dy.t() @ x
+    if dy.is_cuda:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
+    else:
+        main_grad.addmm_(dy.t().float(), x.float())
+    return _stand_in(w)
+
+
+def _stand_in(w: torch.Tensor) -> torch.Tensor:
+    """Zeros for autograd, so that hooks fire; the same memory for all weights of a shape."""
+    w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    key = (w.shape, w.dtype, w.device)
+    found = _STAND_INS.get(key)
+    if found is None:
+        found = torch.zeros_like(w, memory_format=torch.contiguous_format)
+        if not (w.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # A captured fill has not run yet.
+            _STAND_INS[key] = found
+    # A tensor of its own, which autograd takes for .grad without a copy.
+    return found.detach()
