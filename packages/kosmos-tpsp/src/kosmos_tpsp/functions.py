@@ -139,6 +139,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, call = inputs
     # With a frozen weight the input is not needed, and not kept alive.
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+    # Checkpointing hands back another tensor with the same values, which has no main_grad.
+    ctx.owner = w if getattr(w, "main_grad", None) is not None else None
     ctx.call = call
 
 
@@ -155,6 +157,8 @@ def _backward(ctx: Any, dy: torch.Tensor, op: Any) -> tuple[torch.Tensor | None,
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
     if x is None:
         x = dy.new_empty(0, w.shape[1])
+    if ctx.owner is not None:
+        w = ctx.owner
     dx, dw = op(x, dy, w, ctx.call, needs_dx, needs_dw)
     return (dx if needs_dx else None, dw if needs_dw else None, None)
 
