@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from kosmos_tpsp import destroy_workspaces
+from kosmos_tpsp.bench.rivals import RIVALS, with_rivals
 from kosmos_tpsp.cli.layer_check import KINDS, LayerCase, layer_errors
 from kosmos_tpsp.sharing import world_of
 
@@ -48,6 +50,11 @@ def main() -> None:
         torch._dynamo.reset()
         errors = world.all_gather_object(layer_errors(case, world))
         found[str(case)] = max(max(rank.values()) for rank in errors)
+    for name in RIVALS if backend == "nccl" else ("plain", "overlapped"):
+        case = LayerCase("mlp", 1024, 512, 1024)
+        made = partial(with_rivals, name=name, group=dist.group.WORLD)
+        errors = world.all_gather_object(layer_errors(case, world, made))
+        found[name] = max(max(rank.values()) for rank in errors)
     destroy_workspaces()
     if world.rank == 0:
         print(json.dumps({"world": world.describe(), "errors": found}))

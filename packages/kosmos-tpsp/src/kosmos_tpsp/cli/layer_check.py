@@ -131,9 +131,9 @@ def layer_errors(
         error by name; a gradient that is there and should not be, or the other way round, is inf.
     """
     layer = build(case, world)
+    parts = linears(layer)
     if made is not None:
         made(layer)
-    parts = linears(layer)
     full = []
     for part in parts:
         weight, bias = part.gather_full()

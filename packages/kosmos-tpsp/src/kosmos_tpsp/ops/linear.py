@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 
@@ -138,13 +139,15 @@ def row_backward(
     return dx, _weight_grad(gathered, x, w, main_grad)
 
 
-def refuse(workspace: TpSpWorkspace, op: str, x: torch.Tensor, w: torch.Tensor, why: str) -> None:
+def refuse(
+    workspace: TpSpWorkspace, op: str, x: torch.Tensor, w: torch.Tensor, why: str
+) -> NoReturn:
     """Raises for a bad argument that only a layer can see, and tells the peers.
 
     Raises:
         ArgumentError: always.
     """
-    with prepared.telling_peers(workspace, lambda: prepared.shown_call(op, x, w)):
+    with prepared.TellingPeers(workspace, lambda: prepared.shown_call(op, x, w)):
         raise validate.reject(validate.SHAPE, why)
 
 
