@@ -57,6 +57,7 @@ CASES = [
     LayerCase(uses=2, main_grad=True),
     LayerCase(checkpointed=True, main_grad=True, steps=2),
     LayerCase("attention", checkpointed=True, uses=2),
+    LayerCase(checkpointed=True, reentrant=True, main_grad=True),
     LayerCase(tokens=24, hidden=56, inner=72),  # rows of 18 elements at 4 ranks: declined
     LayerCase(tokens=24, hidden=40, inner=72, frozen="x", main_grad=True),
 ]
@@ -312,6 +313,18 @@ def test_prepare_leaves_no_gradient(on_cpu: Callable[..., list[Any]]) -> None:
             assert layer.weight.grad is None
             assert torch.equal(layer.weight.main_grad, torch.ones(layer.weight.shape))
             assert not hasattr(layer.weight, "grad_added_to_main_grad")
+
+    on_cpu(2, host)
+
+
+def test_gradients_of_gradients_are_refused(on_cpu: Callable[..., list[Any]]) -> None:
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(HIDDEN, INNER, group=world, max_tokens=TOKENS)
+        x = torch.randn(TOKENS // 2, HIDDEN).bfloat16().requires_grad_()
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            dx.sum().backward()
 
     on_cpu(2, host)
 

@@ -42,6 +42,7 @@ class LayerCase:
         steps: forward and backward so often; gradients add up.
         uses: of the layer in one forward, on fresh data.
         checkpointed: the forward is recomputed in the backward.
+        reentrant: by the older kind of checkpointing, in a backward within the backward.
         compiler: backend of torch.compile, fullgraph; None runs eagerly.
         options: of the layer.
     """
@@ -57,6 +58,7 @@ class LayerCase:
     steps: int = 1
     uses: int = 1
     checkpointed: bool = False
+    reentrant: bool = False
     compiler: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -172,7 +174,7 @@ def _runner(case: LayerCase, layer: torch.nn.Module) -> Callable[[torch.Tensor],
     if case.compiler is not None:
         run = torch.compile(layer, fullgraph=True, backend=case.compiler)
     if case.checkpointed:
-        return lambda x: checkpoint(run, x, use_reentrant=False)
+        return lambda x: checkpoint(run, x, use_reentrant=case.reentrant)
     return run
 
 

@@ -28,7 +28,8 @@ class LinearOptions:
 
     Attributes:
         cap: most workgroups that a fused call uses.
-        main_grad: add weight gradients into the weight's `main_grad` where it has one in FP32.
+        main_grad: add weight gradients into the weight's `main_grad` where it has one in FP32 and
+            aligned to 16 bytes.
         force: run fused although a plan would decline for speed.
     """
 
@@ -162,8 +163,8 @@ def _main_grad(
 ) -> torch.Tensor | None:
     """The buffer that the weight gradient is added into; None to return it."""
     found: torch.Tensor | None = getattr(w, "main_grad", None) if options.main_grad else None
-    if found is None or found.dtype != torch.float32:
-        return None  # whoever keeps it in another type adds the returned gradient
+    if found is None or found.dtype != torch.float32 or found.data_ptr() % 16:
+        return None  # whoever keeps it otherwise adds the returned gradient
     if found.shape != w.shape or found.device != w.device or not found.is_contiguous():
         refuse(
             workspace, "main_grad", found, w,
