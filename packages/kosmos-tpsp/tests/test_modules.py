@@ -111,6 +111,26 @@ def reduces_nothing(
     return dy.chunk(size)[workspace.rank] @ w, dy.t() @ workspace.world.all_gather_tensor(x)
 
 
+def test_one_compiled_graph_takes_any_number_of_tokens(on_cpu: Callable[..., list[Any]]) -> None:
+    def host(rank: int, world: World) -> None:
+        mlp = ParallelMLP(HIDDEN, INNER, group=world, max_tokens=TOKENS)
+        seen: list[int] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            seen.append(len(inputs))
+            return graph.forward
+
+        compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
+        for rows in (8, 16, 4):
+            x = torch.randn(rows, HIDDEN).bfloat16()
+            assert torch.equal(compiled(x), mlp(x))
+        assert len(seen) == 1
+        with torch.inference_mode():
+            assert torch.equal(mlp(x), mlp(x.clone()))
+
+    on_cpu(2, host)
+
+
 def own_rows_only(x: torch.Tensor, w: torch.Tensor, ws: TpSpWorkspace, **_: Any) -> torch.Tensor:
     """A reduction that forgets the other ranks."""
     return (x @ w.t()).chunk(ws.world.size)[ws.rank]

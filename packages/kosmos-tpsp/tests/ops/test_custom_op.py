@@ -10,7 +10,7 @@ import torch
 from kosmos_core.errors import WorkspaceError
 from kosmos_core.worlds import cpu_world
 from kosmos_tpsp import AgGemmOptions, GemmRsOptions, TpSpWorkspace, ag_gemm, gemm_rs
-from kosmos_tpsp.ops.registry import call_handle, resolve
+from kosmos_tpsp.ops.registry import HANDLE_STRIDE, call_handle, resolve
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROWS, N, K = 40, 48, 64
@@ -68,6 +68,8 @@ def test_fake_shapes_and_handles():
             kept = call_handle(workspace, AgGemmOptions(layout="nn"))
             assert plain == call_handle(workspace, AgGemmOptions()) != kept
             assert resolve(kept)[0] is workspace
+            # Whatever keeps compiled graphs tells those of other numbers of ranks apart.
+            assert plain % HANDLE_STRIDE == kept % HANDLE_STRIDE == world.size
             with FakeTensorMode():
                 x = torch.empty(ROWS, K, dtype=torch.bfloat16)
                 w = torch.empty(N, K, dtype=torch.bfloat16)

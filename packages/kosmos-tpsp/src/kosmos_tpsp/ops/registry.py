@@ -17,6 +17,7 @@ AnyWorkspace = TpSpWorkspace | SharedWorkspace
 _CALLS: dict[int, tuple[weakref.ref[AnyWorkspace], Any]] = {}
 _HANDLES: dict[tuple[int, Any], int] = {}
 _COUNT = itertools.count()
+HANDLE_STRIDE = 16  # above the largest number of ranks
 
 
 def call_handle(workspace: AnyWorkspace, options: Any) -> int:
@@ -24,7 +25,10 @@ def call_handle(workspace: AnyWorkspace, options: Any) -> int:
     key = (id(workspace), options)
     handle = _HANDLES.get(key)
     if handle is None:
-        handle = _HANDLES[key] = next(_COUNT)
+        # Shapes depend on the number of ranks: with that in it, a graph that torch.compile keeps on
+        # disk is never taken for one of another number.
+        handle = next(_COUNT) * HANDLE_STRIDE + workspace.world.size
+        _HANDLES[key] = handle
 
         def forget(_: object) -> None:
             _CALLS.pop(_HANDLES.pop(key))
