@@ -26,6 +26,7 @@ from kosmos_tpsp import (
 from kosmos_tpsp.cli import layer_check
 from kosmos_tpsp.cli.layer_check import KINDS, LAYER_TOLERANCE, LayerCase, layer_errors
 from kosmos_tpsp.ops import linear, linear_custom
+from kosmos_tpsp.ops.bulk_rs import bulk_rs
 
 TOKENS, HIDDEN, INNER = 32, 64, 96
 
@@ -204,11 +205,34 @@ def test_a_fused_op_is_one_launch(kind: str) -> None:
     with cpu_world(2) as world:
         counted(world, counts)
         world.spmd(host)
-    backward = {"column": {}, "row": {"ag_gemm_kernel": 1}}
+    backward = {
+        "column": {"bulk_ag_kernel": 1, "bulk_rs_kernel": 1},
+        "row": {"ag_gemm_kernel": 1},
+    }
     both = Counter(FORWARD[kind])
     for part in (kind,) if kind in backward else backward:
         both.update(backward[part])
     assert made == [both, both]
+
+
+def test_the_input_gradient_is_handed_over_without_a_copy(
+    on_cpu: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed = []
+
+    def seen(dx: torch.Tensor, *operands: Any, **choices: Any) -> Any:
+        handed.append(operands[2].is_handover(dx))
+        return bulk_rs(dx, *operands, **choices)
+
+    monkeypatch.setattr(linear, "bulk_rs", seen)
+
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(HIDDEN, INNER, group=world, max_tokens=TOKENS)
+        x = torch.randn(TOKENS // 2, HIDDEN).bfloat16().requires_grad_()
+        layer(x).sum().backward()
+
+    on_cpu(2, host)
+    assert handed == [True, True]
 
 
 def test_no_grad_records_nothing_and_gives_the_same(on_cpu: Callable[..., list[Any]]) -> None:

@@ -12,9 +12,10 @@ from typing import NoReturn
 
 import torch
 
-from kosmos_tpsp import reference
 from kosmos_tpsp.ops import prepared, validate
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -51,6 +52,16 @@ class LinearOptions:
     def gather_only(self) -> AgGemmOptions:
         """Choices of the row layer's backward where the weight is frozen."""
         return AgGemmOptions(layout="nn", keep_gathered=False, cap=self.cap, force=self.force)
+
+    @cached_property
+    def bulk_gather(self) -> BulkAgOptions:
+        """Choices of the column layer's backward, first launch."""
+        return BulkAgOptions(cap=self.cap, force=self.force)
+
+    @cached_property
+    def bulk_scatter(self) -> BulkRsOptions:
+        """Choices of the column layer's backward, second launch."""
+        return BulkRsOptions(cap=self.cap, force=self.force)
 
     @cached_property
     def scatter(self) -> GemmRsOptions:
@@ -95,12 +106,12 @@ def column_backward(
     main_grad = _main_grad(w, workspace, options)
     if not needs_dx:
         return None, _weight_grad(dy, _gather(x, workspace), w, main_grad)
-    gathered, dx = reference.bulk_ag(x, dy, w, workspace.world)
-    dx_shard, dw = reference.bulk_rs(dx, dy, gathered, workspace.world)
-    if main_grad is None:
-        return dx_shard, dw
-    main_grad.add_(dw)
-    return dx_shard, _stand_in(w)
+    dy = validate.dense(dy)  # once for both launches
+    gathered, dx = bulk_ag(x, dy, w, workspace, options=options.bulk_gather)
+    dx_shard, dw = bulk_rs(
+        dx, dy, gathered, workspace, main_grad=main_grad, options=options.bulk_scatter
+    )
+    return dx_shard, _stand_in(w) if dw is None else dw
 
 
 def row_backward(
