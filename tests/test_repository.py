@@ -82,7 +82,7 @@ def test_version_and_pins_follow_the_one_file_through_sdist_and_wheel(tmp_path: 
         subprocess.run([*command, str(source)], check=True, capture_output=True)
         name = f"{folder.name.replace('-', '_')}-7.8.9+kosmos"
         unpacked = tmp_path / name
-        # The simulator's native core, where it can be built, makes one of them a wheel of a platform.
+        # The native core of the simulator, where it is built, makes one of them a platform wheel.
         (wheel,) = tmp_path.glob(f"{name}-*.whl")
         shutil.unpack_archive(wheel, unpacked, "zip")
         metadata = (unpacked / f"{name}.dist-info" / "METADATA").read_text()
