@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.worlds import World, reference_world
-from kosmos_tpsp import GemmRsOptions, reference
-from kosmos_tpsp.cli.calls import TOLERANCE, Call, Ledger, Operands, compare, same_bits
+from kosmos_tpsp import BulkAgOptions, GemmRsOptions, reference
+from kosmos_tpsp.cli.calls import (
+    TOLERANCE,
+    Call,
+    Ledger,
+    Operands,
+    compare,
+    compare_all,
+    same_bits,
+)
 from kosmos_tpsp.exact import Wanted
 
 
@@ -114,6 +122,21 @@ def test_no_tokens_leave_a_weight_gradient_of_zeros() -> None:
     shard, dw = reference.bulk_rs(none, torch.zeros(0, 3).bfloat16(), none, reference_world())
     assert shard.shape == (0, 5)
     assert torch.equal(dw, torch.zeros(3, 5, dtype=torch.bfloat16))
+
+
+def test_outputs_that_are_wrong_or_missing_are_named() -> None:
+    call, operands = Call(34, 33, 50, 0, BulkAgOptions()), Operands(0, 2, torch.device("cpu"))
+    wanted = operands.wanted(call, 1)
+    right = {name: one.values.to(torch.bfloat16) for name, one in wanted.items()}
+    assert compare_all(right, wanted)[1] == ""
+    other = {name: out.clone() for name, out in right.items()}
+    other["gathered"][0, 3] += 1
+    other["dx"][:2] = 0
+    assert compare_all({**right, "gathered": other["gathered"]}, wanted) == (
+        float("inf"), "gathered: 1 of 34 rows differ, the first is row 0",
+    )  # fmt: skip
+    assert compare_all({**right, "dx": other["dx"]}, wanted)[1].startswith("dx: 2 of 34 rows wrong")
+    assert compare_all({"gathered": right["gathered"]}, wanted)[1] == "dx: missing"
 
 
 def test_a_world_without_distributed_is_a_group_of_one() -> None:

@@ -23,6 +23,7 @@ from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.bench.unfused import Call, Data, Tensors
 from kosmos_tpsp.cli.bench import _command, publish
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -127,6 +128,48 @@ def test_a_run_of_gemm_rs_measures_the_sum_and_the_gemm_alone(tmp_path: Path) ->
     # 32 rows of 32 elements of 2 bytes.
     assert first["remote_bytes"] == 32 * 32 * 2
     assert report.order_ratios()[0]["ratio"] == {"band_major": 1.0, "row_major": 1.0}
+
+
+def test_a_run_of_bulk_ag_measures_both_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "HOST_SHAPE", (64, 32, 64))
+    monkeypatch.setattr(session, "host_microseconds", lambda fn, world, calls: len(fn()) * 4.5)
+    cases = parse_cases("64,32,64;96,40,64", "nn", 2, "bulk_ag")
+    settings = replace(BRIEF, host_calls=2)
+    report = bench_on_cpu(cases, [], sweep=True, kind=BulkAgOptions, settings=settings)[0]
+    assert report.wrong == []
+    publish(report, tmp_path / "run.json", tmp_path / "run.png")
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert data["benchmark"] == "bulk_ag"
+    first = data["rows"][0]
+    assert {v.BASELINE, v.FUSED, v.GEMM_VENDOR, v.SERIAL, v.TWO_WAY} <= set(first["variants"])
+    assert "no async-TP op" in first["unavailable"][v.ASYNC_TP]
+    assert first["rel_err_fp64"] < 4e-3
+    # 32 rows of 32 elements of 2 bytes: what is gathered is as wide as the product.
+    assert first["remote_bytes"] == 32 * 32 * 2
+    assert data["host_us"] == {"bulk_ag": 9.0, "kosmos::bulk_ag": 9.0}
+
+
+def test_gathered_rows_that_are_stale_are_seen_beside_a_right_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = v.fused_call
+
+    def shifted(data: Data, workspace: TpSpWorkspace, options: Any) -> Call:
+        call = right(data, workspace, options)
+
+        def wrong() -> Tensors:
+            outs = call()
+            outs["gathered"][-1] = outs["gathered"][0]
+            return outs
+
+        return wrong
+
+    monkeypatch.setattr(v, "fused_call", shifted)
+    case = parse_cases("64,32,64", "nn", 2, "bulk_ag")
+    report = bench_on_cpu(case, [], sweep=False, kind=BulkAgOptions)[0]
+    assert "gathered elements wrong" in report.rows[0].wrong[v.FUSED]
 
 
 def test_a_part_that_is_missing_from_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +309,8 @@ def test_a_kept_gather_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
         (["gemm_ag"], "gemm_ag"),
         (["gemm_rs", "--layout", "nn"], "layout: got 'nn' for gemm_rs"),
         (["gemm_rs", "--order", "naive"], "order: got naive for gemm_rs"),
+        (["bulk_ag", "--order", "naive"], "order: got naive for bulk_ag, wanted none"),
+        (["bulk_ag", "--order-ablation"], "order-ablation: bulk_ag has no queue orders"),
         (["gemm_rs", "--policy", "two_way"], "policy: got two_way for gemm_rs"),
         (["ag_gemm", "--shapes", "1,2"], "wanted llama3"),
         (["ag_gemm", "--policy", "greedy"], "greedy"),

@@ -104,6 +104,16 @@ def test_scenarios_of_gemm_rs_mix_both_ops() -> None:
     assert [scenario.run().problem for scenario in found[:12]] == [""] * 12
 
 
+def test_scenarios_of_bulk_ag_mix_the_ops() -> None:
+    found = [Scenario.draw(seed, "bulk_ag") for seed in range(300)]
+    calls = [call for scenario in found for call in scenario.calls]
+    assert len(calls) / 2 < sum(call.op == "bulk_ag" for call in calls) < len(calls)
+    assert {call.options.dx_to for call in calls if call.op == "bulk_ag"} == {
+        None, "handover", "tensor",
+    }  # fmt: skip
+    assert [scenario.run().problem for scenario in found[:12]] == [""] * 12
+
+
 def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explore", "--seconds", "0", "--jobs", "1"]) == 0
     assert "1 distinct schedules in 1 runs" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Program for torchrun: many calls on real ranks, every output compared in full and bit by bit.
 
 `torchrun --nproc-per-node=2 soak_group.py CALLS OP` prints one JSON object from rank 0. Calls of
-`gemm_rs` take turns with some of `ag_gemm`, whose rows land where its partial sums do.
+other ops take turns with some of `ag_gemm`, whose rows land where their rows and sums do.
 """
 
 from __future__ import annotations
@@ -17,41 +17,52 @@ import torch.distributed as dist
 from kosmos_core.worlds import group_world
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_devices
-from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
-from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 # (m, n, k) for two ranks: square tiles, ragged everywhere, one row a rank, few tiles.
 SHAPES = ((4096, 1024, 2048), (2 * 1037, 904, 1032), (2, 8, 8), (512, 256, 4096))
 # Sets of operands: each call repeats the one of so many turns before.
 DATA = 4
 MAX_SLEEP = 1 << 22
-CHOICES = (
-    {"transport": "pull"},
-    {"transport": "push"},
-    {"layout": "nn", "transport": "pull"},
-    {"layout": "nn", "transport": "push", "order": "naive"},
-    {"policy": "two_way"},
-    {"policy": "serial", "order": "chunk_major"},
-)
+CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
+    "ag_gemm": (
+        {"transport": "pull"},
+        {"transport": "push"},
+        {"layout": "nn", "transport": "pull"},
+        {"layout": "nn", "transport": "push", "order": "naive"},
+        {"policy": "two_way"},
+        {"policy": "serial", "order": "chunk_major"},
+    ),
+    "gemm_rs": (
+        {"policy": "one_way"},
+        {"policy": "serial"},
+        {"order": "row_major"},
+        {"policy": "fixed", "split_k": 2},
+        {"transport": "pull"},
+        {"transport": "pull", "policy": "serial"},
+        {"transport": "pull", "policy": "fixed", "split_k": 2, "order": "row_major"},
+    ),
+    "bulk_ag": (
+        {"transport": "pull"},
+        {"transport": "push"},
+        {"transport": "pull", "policy": "two_way", "dx_to": "tensor"},
+        {"transport": "push", "policy": "two_way"},
+        {"policy": "serial"},
+        {"policy": "fixed", "split_k": 2, "dx_to": "tensor"},
+        {"transport": "push", "dx_to": "tensor"},
+    ),
+}
 
 
-SCATTER_CHOICES = (
-    {"policy": "one_way"},
-    {"policy": "serial"},
-    {"order": "row_major"},
-    {"policy": "fixed", "split_k": 2},
-    {"transport": "pull"},
-    {"transport": "pull", "policy": "serial"},
-    {"transport": "pull", "policy": "fixed", "split_k": 2, "order": "row_major"},
-)
+def _options(op: str) -> list[Any]:
+    return [DRIVERS[op].options(force=True, **choices) for choices in CHOICES[op]]
 
 
 def sequence(count: int, op: str) -> list[Call]:
     """`count` calls: shapes, choices and operands by turns."""
-    options: list[Any] = [AgGemmOptions(force=True, **choices) for choices in CHOICES]
-    if op == "gemm_rs":
-        scatter = [GemmRsOptions(force=True, **choices) for choices in SCATTER_CHOICES]
-        options = [*scatter, options[1], *scatter]
+    options = _options(op)
+    if op != "ag_gemm":
+        options = [*options, _options("ag_gemm")[1], *options]
     return [
         Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, options[i % len(options)])
         for i in range(count)

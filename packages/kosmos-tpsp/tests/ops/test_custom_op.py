@@ -9,7 +9,15 @@ import pytest
 import torch
 from kosmos_core.errors import WorkspaceError
 from kosmos_core.worlds import cpu_world
-from kosmos_tpsp import AgGemmOptions, GemmRsOptions, TpSpWorkspace, ag_gemm, gemm_rs
+from kosmos_tpsp import (
+    AgGemmOptions,
+    BulkAgOptions,
+    GemmRsOptions,
+    TpSpWorkspace,
+    ag_gemm,
+    bulk_ag,
+    gemm_rs,
+)
 from kosmos_tpsp.ops.registry import HANDLE_STRIDE, call_handle, resolve
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -56,6 +64,26 @@ def test_the_operator_of_gemm_rs_equals_the_function():
                 fake = torch.empty(2 * ROWS, K, dtype=torch.bfloat16)
                 shape = torch.ops.kosmos.gemm_rs(fake, torch.empty(N, K).bfloat16(), handle).shape
             assert shape == expected.shape
+
+    with cpu_world(2, race="raise", strict=True) as world:
+        world.spmd(host, world)
+
+
+def test_the_operator_of_bulk_ag_gives_tensors_of_its_own():
+    def host(rank, world):
+        with TpSpWorkspace(world, 2 * ROWS, N) as workspace:
+            g = torch.Generator().manual_seed(rank)
+            shapes = ((ROWS, N), (2 * ROWS, K), (K, N))
+            given = [torch.randn(shape, generator=g).bfloat16() for shape in shapes]
+            handle = call_handle(workspace, BulkAgOptions(dx_to="handover"))
+            expected = [t.clone() for t in bulk_ag(*given, workspace)]
+            made = torch.ops.kosmos.bulk_ag(*given, handle)
+            assert [torch.equal(*pair) for pair in zip(made, expected, strict=True)] == [True, True]
+            assert not any(workspace.holds(t) for t in made)
+            with FakeTensorMode():
+                fakes = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+                fakes = torch.ops.kosmos.bulk_ag(*fakes, handle)
+            assert [fake.shape for fake in fakes] == [t.shape for t in expected]
 
     with cpu_world(2, race="raise", strict=True) as world:
         world.spmd(host, world)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.worlds import World
-from kosmos_tpsp import AgGemmOptions, GemmRsOptions, TpSpWorkspace
+from kosmos_tpsp import AgGemmOptions, BulkAgOptions, GemmRsOptions, TpSpWorkspace
 from kosmos_tpsp.ops.catalog import driver_of
 
 SHAPES = tuple((2 * m, n, k) for m in (8, 64, 512, 4096) for n, k in ((512, 256), (4096, 512)))
 
 
-@pytest.mark.parametrize("kind", [AgGemmOptions, GemmRsOptions])
+@pytest.mark.parametrize("kind", [AgGemmOptions, GemmRsOptions, BulkAgOptions])
 def test_a_cap_decides_no_path(
     kind: Any, on_cpu: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ def bench(
         if value is not None and value not in allowed:
             wanted = ", ".join(allowed) or "none: there is no choice"
             raise click.UsageError(f"{name}: got {value} for {op}, wanted {wanted}")
+    if order_ablation and not driver.orders:
+        raise click.UsageError(f"order-ablation: {op} has no queue orders to choose from")
     cases, ordered = _cases(op, shapes, layout, order_ablation)
     _check_outputs(json_path, png_path)
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`gemm_rs` on GPUs: eight virtual ranks on one, and two real ones; soak, delays, a killed rank."""
+"""Ops on GPUs, `ag_gemm` between them: virtual ranks and real ones; soak, delays, a killed rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.worlds import gpu_world
-from kosmos_tpsp import AgGemmOptions, GemmRsOptions
+from kosmos_tpsp import AgGemmOptions, BulkAgOptions, GemmRsOptions
 from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_devices
@@ -21,16 +21,28 @@ from kosmos_tpsp.cli.rig import Rig, run_on_devices
 HERE = Path(__file__).parent
 # (m, n, k) for eight ranks: whole tiles, ragged everywhere, one row a rank, few tiles.
 SHAPES = ((4096, 1024, 1024), (8 * 301, 520, 1032), (8, 8, 8), (1024, 256, 2048))
-OPTIONS: tuple[Any, ...] = (
-    GemmRsOptions(),
-    GemmRsOptions(policy="serial"),
-    GemmRsOptions(policy="fixed", order="row_major"),
-    # Its rows land where the partial sums do.
-    AgGemmOptions(transport="push"),
-    GemmRsOptions(split_k=2),
-    GemmRsOptions(transport="pull"),
-    GemmRsOptions(transport="pull", policy="serial", order="row_major"),
-)
+# Pushed rows of `ag_gemm` land where the rows and partial sums of the others do.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "gemm_rs": (
+        GemmRsOptions(),
+        GemmRsOptions(policy="serial"),
+        GemmRsOptions(policy="fixed", order="row_major"),
+        AgGemmOptions(transport="push"),
+        GemmRsOptions(split_k=2),
+        GemmRsOptions(transport="pull"),
+        GemmRsOptions(transport="pull", policy="serial", order="row_major"),
+    ),
+    "bulk_ag": (
+        BulkAgOptions(transport="pull"),
+        BulkAgOptions(transport="push", policy="serial"),
+        BulkAgOptions(policy="fixed", dx_to="tensor"),
+        AgGemmOptions(transport="push"),
+        BulkAgOptions(split_k=2, transport="push"),
+        BulkAgOptions(policy="two_way", transport="pull"),
+        BulkAgOptions(policy="two_way", transport="push", dx_to="tensor"),
+    ),
+}
+every_op = pytest.mark.parametrize("op", OPTIONS)
 DATA = 3
 MAX_SLEEP = 1 << 22
 
@@ -43,9 +55,11 @@ def sleep(rank: int, index: int) -> None:
 
 
 @pytest.mark.gpu
-def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit() -> None:
+@every_op
+def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit(op: str) -> None:
+    options = OPTIONS[op]
     calls = [
-        Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, OPTIONS[i % len(OPTIONS)]) for i in range(200)
+        Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, options[i % len(options)]) for i in range(200)
     ]
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
@@ -61,8 +75,11 @@ def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit() -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["pull", "push"])
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_check_passes(size: int, transport: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["check", "gemm_rs", "--world", f"gpu:{size}", "--m", "2048", "--n", "520"]
+@every_op
+def test_check_passes(
+    op: str, size: int, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", op, "--world", f"gpu:{size}", "--m", "2048", "--n", "520"]
     arguments += ["--transport", transport]
     assert main([*arguments, "--k", "520", "--delay", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -71,10 +88,11 @@ def test_check_passes(size: int, transport: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["pull", "push"])
+@every_op
 def test_a_killed_rank_is_named_within_the_bound(
-    transport: str, capsys: pytest.CaptureFixture[str]
+    op: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["check", "gemm_rs", "--world", "gpu:8", "--m", "1024", "--n", "256", "--k", "256"]
+    arguments = ["check", op, "--world", "gpu:8", "--m", "1024", "--n", "256", "--k", "256"]
     arguments += ["--transport", transport]
     assert main([*arguments, "--kill-rank", "3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -97,27 +115,28 @@ def torchrun(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.multi_gpu(2)
-def test_1000_calls_of_two_ranks_are_right_and_repeat_bit_by_bit() -> None:
-    found = torchrun(str(HERE / "soak_group.py"), "1000", "gemm_rs")
+@every_op
+def test_1000_calls_of_two_ranks_are_right_and_repeat_bit_by_bit(op: str) -> None:
+    found = torchrun(str(HERE / "soak_group.py"), "1000", op)
     assert found["problems"] == []
     assert (found["calls"], found["paths"]) == (1000, ["fused"])
     assert found["repeated"] == found["equal"] == 2 * (1000 - found["different"]) > 2 * 800
 
 
 @pytest.mark.multi_gpu(2)
-def test_check_passes_on_two_ranks() -> None:
+@every_op
+def test_check_passes_on_two_ranks(op: str) -> None:
     shape = ["--m", "4096", "--n", "1032", "--k", "1032"]
-    arguments = ["check", "gemm_rs", "--world", "group", *shape, "--calls", "4", "--delay"]
+    arguments = ["check", op, "--world", "group", *shape, "--calls", "4", "--delay"]
     for policy in ("one_way", "serial"):
         found = torchrun("-m", "kosmos_tpsp", "--", *arguments, "--policy", policy, "--json")
         assert found["passed"] is True
 
 
 @pytest.mark.multi_gpu(2)
-def test_a_killed_rank_is_named_by_the_other() -> None:
+@every_op
+def test_a_killed_rank_is_named_by_the_other(op: str) -> None:
     shape = ["--m", "1024", "--n", "256", "--k", "256", "--kill-rank", "1"]
-    found = torchrun(
-        "-m", "kosmos_tpsp", "--", "check", "gemm_rs", "--world", "group", *shape, "--json"
-    )
+    found = torchrun("-m", "kosmos_tpsp", "--", "check", op, "--world", "group", *shape, "--json")
     assert found["passed"] is True
     assert all("for rank 1" in text for text in found["errors"])
