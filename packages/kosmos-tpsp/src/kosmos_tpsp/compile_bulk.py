@@ -38,11 +38,11 @@ AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 UNEVEN = {"EVEN_K": 0, "EVEN_N": 0}
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
 RAGGED = {**UNEVEN, "EVEN_M": 0}
-# What a ragged, split tile may spill on AMD.
+# What a ragged tile that is split, or added to FP32, may spill on AMD.
 ALLOWED: dict[str, Any] = {
     "allow_spills": 48,
-    "reason": "tokens and features ragged at once, and the tile split: masks of both factors and "
-    "the other part of the sum take more registers than there are",
+    "reason": "tokens and features ragged at once, and the tile split or added to main_grad: masks "
+    "of both factors and what the sum is added to take more registers than there are",
 }
 
 
@@ -184,7 +184,8 @@ def _expected_rs(target: str, config: dict[str, Any], world: int) -> Expectation
     builds = config["PHASE"] is not REDUCE_ONLY
     reduces = config["PHASE"] is not BUILD_ONLY
     sends = world > 1 and reduces and config["TRANSPORT"] is PUSH
-    cornered = config["SPLIT_K"] > 1 and not (config["EVEN_K"] or config["EVEN_M"])
+    ragged = not (config["EVEN_K"] or config["EVEN_M"])
+    cornered = ragged and (config["SPLIT_K"] > 1 or config["MAIN_GRAD"])
     return Expectations(
         release_sys=1 + sends if world > 1 else 0,
         release_gpu=1,

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from kosmos_core.device import gemm
+from kosmos_core.device import reduce as core_reduce
 from kosmos_core.errors import ArgumentError, PeerError, PeerMismatchError, WorkspaceError
+from kosmos_core.executor import Mutation
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import AgGemmOptions, BulkRsOptions, TpSpWorkspace, ag_gemm, bulk_rs
 from kosmos_tpsp.cli.schedules import Schedule
+from kosmos_tpsp.device import gather, gradient
+from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
 from kosmos_tpsp.ops.bulk_rs import describe_bulk_rs, reduce_elements
 
 OnCpu = Callable[..., list[Any]]
@@ -26,10 +31,14 @@ def operands(rank: int, shape: Shape, size: int) -> list[torch.Tensor]:
     m, n, rows = shape
     source = torch.Generator().manual_seed(1000 * rank + 100 * size + m + n + rows)
     dx = torch.randn(rows * size, n, generator=source)
-    # Parts of very different sizes: another order of summation gives other bits.
-    dx *= 10.0 ** torch.randint(-2, 3, dx.shape, generator=source)
     dy = torch.randn(rows * size, m, generator=source)
-    x = torch.randn(rows * size, n, generator=torch.Generator().manual_seed(sum(shape)))
+    common = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(rows * size, n, generator=common)
+    if rank % 2 == 0:
+        # Every second part of some sums is huge, by turns positive and negative: what lies between
+        # is lost when it is added in this order, and in no other.
+        huge = torch.rand(dx.shape, generator=common) < 0.2
+        dx[huge] = 2.0**40 if rank % 4 == 0 else -(2.0**40)
     return [t.bfloat16() for t in (dx, dy, x)]
 
 
@@ -410,3 +419,66 @@ def test_a_later_call_knows_another_place_of_dx(on_cpu: OnCpu) -> None:
         workspace.destroy()
 
     on_cpu(2, host)
+
+
+# Defects that no other rank sees, so that only the values show them.
+WRONG: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+    "chunk of the source": (
+        gradient.handed_over, "(region_ptr + call.rank * chunk,)", "(region_ptr + source * chunk,)",
+        {"pulled": True},
+    ),
+    "order of arrival": (
+        gradient.handed_over, "region_ptr = peer_ptr(ctx, HANDOVER, call.rank * 0 + source",
+        "region_ptr = peer_ptr(ctx, HANDOVER, ctx.WORLD - source", {"pulled": True},
+    ),
+    "stale step": (
+        core_reduce.reduce_run, "            loaded = following\n", "", {"pulled": True},
+    ),
+    "rounded on the way": (
+        core_reduce.add_sources, "total += ", "total = total.to(tl.bfloat16).to(tl.float32) + ", {},
+    ),
+    "own chunk sent": (
+        gather.sent_rows, "ops.x_ptr + peer * chunk + offset", "ops.x_ptr + offset", {},
+    ),
+    "own slot": (
+        gradient.own_or_landed, "if call.rank == source:", "if call.rank == source + 8:", {},
+    ),
+    "nobody joins": (
+        bulk_rs_kernel, "queue_claim(call.set_ptr + JOIN_QUEUE) < max_movers - num_movers",
+        "queue_claim(call.set_ptr + JOIN_QUEUE) < 0", {"ranks": 1},
+    ),
+    "tokens left out": (
+        gemm.gemm_step, "a = load_tile(a_view, chunk, k, row, BLOCK_K, BLOCK_M, EVEN_K, EVEN_M",
+        "a = load_tile(a_view, chunk, k + 1, row, BLOCK_K, BLOCK_M, EVEN_K, EVEN_M", {},
+    ),
+    "added twice": (
+        gradient.store, "CONFIG.STORE_SPLITS, ctx.TARGET,\n        )",
+        "CONFIG.STORE_SPLITS, ctx.TARGET,\n        )\n"
+        "        add_accumulator(\n            job.gradient, tile.row_block * CONFIG.BLOCK_M, "
+        "tile.column * CONFIG.BLOCK_N, acc, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, "
+        "ctx.TARGET,\n        )",
+        {"adds": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", WRONG)
+def test_a_wrong_value_is_seen(defect: str) -> None:
+    fn, old, new, how = WRONG[defect]
+    ranks = how.get("ranks", 3)
+
+    def host(rank: int, world: World) -> list[bool]:
+        workspace = TpSpWorkspace(world, 192, 72)
+        found = []
+        for shape in SHAPES[:2]:
+            made = make(workspace, shape, how.get("adds", False), how.get("pulled", False))
+            most = 1e-5 if how.get("adds") else 4e-3
+            found.append(made.right and made.error < most)
+        workspace.destroy()
+        return found
+
+    for planted in (True, False):
+        mutations = [Mutation(fn, old, new)] if planted else []
+        with cpu_world(ranks, mutations=mutations) as world:
+            right = [all(of) for of in world.spmd(host, world)]
+        assert all(right) != planted

@@ -12,10 +12,14 @@ from kosmos_core.worlds import cpu_world
 from kosmos_tpsp import (
     AgGemmOptions,
     BulkAgOptions,
+    BulkColumnOptions,
+    BulkRsOptions,
     GemmRsOptions,
     TpSpWorkspace,
     ag_gemm,
     bulk_ag,
+    bulk_column,
+    bulk_rs,
     gemm_rs,
 )
 from kosmos_tpsp.ops.registry import HANDLE_STRIDE, call_handle, resolve
@@ -84,6 +88,56 @@ def test_the_operator_of_bulk_ag_gives_tensors_of_its_own():
                 fakes = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
                 fakes = torch.ops.kosmos.bulk_ag(*fakes, handle)
             assert [fake.shape for fake in fakes] == [t.shape for t in expected]
+
+    with cpu_world(2, race="raise", strict=True) as world:
+        world.spmd(host, world)
+
+
+def bulk_operands(rank):
+    """dx, dy, x of `bulk_rs`: 2 * ROWS tokens, N features, width K."""
+    g = torch.Generator().manual_seed(rank)
+    return [torch.randn(2 * ROWS, cols, generator=g).bfloat16() for cols in (N, K, N)]
+
+
+def test_the_operators_of_bulk_rs_equal_the_function():
+    def host(rank, world):
+        with TpSpWorkspace(world, 2 * ROWS, N) as workspace:
+            given = bulk_operands(rank)
+            handle = call_handle(workspace, BulkRsOptions())
+            shard, dw = bulk_rs(*given, workspace)
+            got, gradient = torch.ops.kosmos.bulk_rs(*given, handle)
+            assert torch.equal(got, shard)
+            assert torch.equal(gradient, dw)
+            held, added = torch.ones(K, N), torch.ones(K, N)
+            bulk_rs(*given, workspace, main_grad=held)
+            assert torch.equal(torch.ops.kosmos.bulk_rs_added(*given, added, handle), shard)
+            assert torch.equal(added, held)
+            assert not added.eq(1).all()
+            with FakeTensorMode():
+                fakes = [torch.empty(t.shape, dtype=t.dtype) for t in given]
+                shapes = [t.shape for t in torch.ops.kosmos.bulk_rs(*fakes, handle)]
+                assert shapes == [shard.shape, dw.shape]
+                alone = torch.ops.kosmos.bulk_rs_added(*fakes, torch.empty(K, N), handle)
+                assert alone.shape == shard.shape
+
+    with cpu_world(2, race="raise", strict=True) as world:
+        world.spmd(host, world)
+
+
+def test_the_operator_of_a_column_backward_makes_both_calls():
+    def host(rank, world):
+        with TpSpWorkspace(world, 2 * ROWS, N) as workspace:
+            g = torch.Generator().manual_seed(rank)
+            shapes = ((ROWS, N), (2 * ROWS, K), (K, N))
+            given = [torch.randn(shape, generator=g).bfloat16() for shape in shapes]
+            handle = call_handle(workspace, BulkColumnOptions())
+            wanted = bulk_column(*given, workspace)
+            got = torch.ops.kosmos.bulk_column_backward(*given, handle)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+            with FakeTensorMode():
+                fakes = [torch.empty(t.shape, dtype=t.dtype) for t in given]
+                fake = torch.ops.kosmos.bulk_column_backward(*fakes, handle)
+            assert [t.shape for t in fake] == [t.shape for t in wanted]
 
     with cpu_world(2, race="raise", strict=True) as world:
         world.spmd(host, world)
