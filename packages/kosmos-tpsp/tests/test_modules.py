@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from kosmos_core.executor import PriorityRandom, Random
+from kosmos_core.testing.checked import run_checked
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import (
     ColumnParallelLinear,
@@ -78,6 +80,21 @@ def test_three_ranks(kind: str) -> None:
     case = LayerCase(kind, tokens=33, hidden=72, inner=96, bias=True, steps=2)
     with cpu_world(3, race="raise", strict=True, seed=5) as world:
         assert max(errors_on(world, case).values()) <= LAYER_TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_on_one_workspace_under_many_schedules(seed: int) -> None:
+    """Calls of five kinds follow one another, with other shapes each time."""
+    case = LayerCase(tokens=24, hidden=32, inner=48, steps=2, main_grad=True)
+
+    def host(rank: int, world: World) -> dict[str, float]:
+        return layer_errors(case, world) | layer_errors(replace(case, tokens=12), world)
+
+    size = (2, 3, 4)[seed % 3]
+    policy = PriorityRandom(seed) if seed % 2 else Random(seed)
+    slots = {"slots": size} if seed == 2 else {}
+    for errors in run_checked(size, host, seed=seed, policy=policy, **slots):
+        assert max(errors.values()) <= LAYER_TOLERANCE
 
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
