@@ -27,7 +27,7 @@ from kosmos_tpsp import (
 )
 from kosmos_tpsp.cli import layer_check
 from kosmos_tpsp.cli.layer_check import KINDS, LAYER_TOLERANCE, LayerCase, layer_errors
-from kosmos_tpsp.ops import linear, linear_custom
+from kosmos_tpsp.ops import bulk_column, linear, linear_custom
 from kosmos_tpsp.ops.bulk_rs import bulk_rs
 
 TOKENS, HIDDEN, INNER = 32, 64, 96
@@ -241,7 +241,7 @@ def test_the_input_gradient_is_handed_over_without_a_copy(
         handed.append(operands[2].is_handover(dx))
         return bulk_rs(dx, *operands, **choices)
 
-    monkeypatch.setattr(linear, "bulk_rs", seen)
+    monkeypatch.setattr(bulk_column, "bulk_rs", seen)
 
     def host(rank: int, world: World) -> None:
         layer = ColumnParallelLinear(HIDDEN, INNER, group=world, max_tokens=TOKENS)

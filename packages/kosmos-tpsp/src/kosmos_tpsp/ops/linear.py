@@ -14,8 +14,7 @@ import torch
 
 from kosmos_tpsp.ops import prepared, validate
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
-from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag
-from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs
+from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -54,14 +53,9 @@ class LinearOptions:
         return AgGemmOptions(layout="nn", keep_gathered=False, cap=self.cap, force=self.force)
 
     @cached_property
-    def bulk_gather(self) -> BulkAgOptions:
-        """Choices of the column layer's backward, first launch."""
-        return BulkAgOptions(cap=self.cap, force=self.force)
-
-    @cached_property
-    def bulk_scatter(self) -> BulkRsOptions:
-        """Choices of the column layer's backward, second launch."""
-        return BulkRsOptions(cap=self.cap, force=self.force)
+    def column_back(self) -> BulkColumnOptions:
+        """Choices of the column layer's backward."""
+        return BulkColumnOptions(cap=self.cap, force=self.force)
 
     @cached_property
     def scatter(self) -> GemmRsOptions:
@@ -107,9 +101,8 @@ def column_backward(
     if not needs_dx:
         return None, _weight_grad(dy, _gather(x, workspace), w, main_grad)
     dy = validate.dense(dy)  # once for both launches
-    gathered, dx = bulk_ag(x, dy, w, workspace, options=options.bulk_gather)
-    dx_shard, dw = bulk_rs(
-        dx, dy, gathered, workspace, main_grad=main_grad, options=options.bulk_scatter
+    dx_shard, dw = bulk_column(
+        x, dy, w, workspace, main_grad=main_grad, options=options.column_back
     )
     return dx_shard, _stand_in(w) if dw is None else dw
 
