@@ -49,7 +49,11 @@ def exercise(rank: int, world: World) -> dict[str, Any]:
     world.barrier()
     x = torch.full((2, 3), float(rank), device=world.device)
     stacked = world.all_gather_tensor(x)
+    sent = list(range(world.size))
+    rows = torch.full((sum(sent), 2), float(rank), device=world.device)
+    exchanged = world.all_to_all_rows(rows, sent, [rank] * world.size)
     return {
+        "exchanged": exchanged[:, 0].tolist(),
         "rank": world.rank,
         "told": buffer.local[: world.size].tolist(),
         "own": buffer.addresses[rank] == buffer.local.data_ptr(),
@@ -64,6 +68,7 @@ def exercise(rank: int, world: World) -> dict[str, Any]:
 
 def expect(found: dict[str, Any], rank: int, size: int) -> None:
     assert found["rank"] == rank
+    assert found["exchanged"] == [source for source in range(size) for _ in range(rank)]
     assert found["told"] == [100 + r for r in range(size)]
     assert found["own"] is True
     assert found["objects"] == [{"rank": r} for r in range(size)]

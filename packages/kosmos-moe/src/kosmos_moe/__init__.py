@@ -1,11 +1,11 @@
-"""Mixture-of-experts layers in one kernel launch a direction.
-
-Nothing is in this package yet: it holds its name and its version.
-"""
+"""Mixture-of-experts layers for expert parallelism."""
 
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["__version__"]
+from kosmos_moe.reference import Experts, MoeOutput, moe_layer
+from kosmos_moe.router import RouterOptions
+
+__all__ = ["Experts", "MoeOutput", "RouterOptions", "__version__", "moe_layer"]
 
 try:
     __version__ = version("kosmos-moe")

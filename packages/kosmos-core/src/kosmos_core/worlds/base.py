@@ -143,6 +143,19 @@ class World(abc.ABC):
         parts = [part.chunk(self.size)[self.rank] for part in self.all_gather_object(x)]
         return torch.cat(parts)
 
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """[sum of received, ...]: the rows that each rank has for this one, in rank order.
+
+        Args:
+            x: [sum of sent, ...], rows for each rank in rank order.
+            sent: rows for each rank.
+            received: rows from each rank.
+        """
+        parts = self.all_gather_object(torch.split(x, list(sent)))
+        return torch.cat([of_rank[self.rank] for of_rank in parts])
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Waits until everything this rank launched has ended."""

@@ -174,6 +174,13 @@ class GroupWorld(World):
         dist.all_to_all_single(out, x, group=self._group)
         return out
 
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        out = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(out, x, list(received), list(sent), group=self._group)
+        return out
+
     def synchronize(self) -> None:
         order = _order_of(self._device)
         # Threads may launch meanwhile.

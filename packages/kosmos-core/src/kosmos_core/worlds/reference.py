@@ -97,6 +97,15 @@ class ReferenceWorld(World):
         dist.all_to_all_single(out, x, group=self._group)
         return out
 
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        if self.size == 1:
+            return x.clone()
+        out = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(out, x, list(received), list(sent), group=self._group)
+        return out
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
