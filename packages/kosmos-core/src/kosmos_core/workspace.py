@@ -73,8 +73,12 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def control_sizes(max_tile_rows: int) -> tuple[int, int, int]:
+def control_sizes(max_tile_rows: int, num_counters: int | None = None) -> tuple[int, int, int]:
     """Sizes of the counters for so many tile rows a source.
+
+    Args:
+        max_tile_rows: tile rows a source may have.
+        num_counters: words of a set beyond the queue heads; None takes arrival words and tickets.
 
     Returns:
         (arrival stride, int32 words of a counter set, int32 words of an arrival set).
@@ -84,7 +88,9 @@ def control_sizes(max_tile_rows: int) -> tuple[int, int, int]:
         stride *= 2
     granule = int(layout.SET_GRANULE.value)
     ranks = int(layout.MAX_RANKS.value)
-    counters = int(layout.COUNTERS.value) + ranks * stride + SPLIT_TICKETS
+    if num_counters is None:
+        num_counters = ranks * stride + SPLIT_TICKETS
+    counters = int(layout.COUNTERS.value) + num_counters
     return stride, _round_up(counters, granule), _round_up(ranks * stride, granule)
 
 
@@ -93,9 +99,14 @@ def trace_num_words(num_wgs: int, trace_events: int) -> int:
     return num_wgs * (1 + int(EVENT_WORDS.value) * trace_events) if trace_events else 0
 
 
-def workspace_num_bytes(regions: Sequence[Region], max_tile_rows: int, trace_words: int = 0) -> int:
+def workspace_num_bytes(
+    regions: Sequence[Region],
+    max_tile_rows: int,
+    trace_words: int = 0,
+    num_counters: int | None = None,
+) -> int:
     """Bytes that a workspace of these regions takes on each rank."""
-    _, set_words, arrival_words = control_sizes(max_tile_rows)
+    _, set_words, arrival_words = control_sizes(max_tile_rows, num_counters)
     control = 4 * (int(layout.HEADER_WORDS.value) + 2 * set_words)
     shared = 8 * int(layout.SIGNAL_WORDS.value) + 4 * 2 * arrival_words
     table = 8 * int(layout.NUM_REGIONS.value) * int(layout.MAX_RANKS.value)
@@ -112,6 +123,7 @@ class Workspace:
         timeout_s: bound of every wait, in seconds of device time.
         trace_events: events a workgroup may record in traced calls; 0 allocates no trace buffer.
         first_epoch: epoch of the first call (tests start near the wrap).
+        num_counters: words of a set of counters beyond the queue heads; see `control_sizes`.
 
     Raises:
         WorkspaceError: an argument is out of range.
@@ -127,6 +139,7 @@ class Workspace:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace_events: int = 0,
         first_epoch: int = 1,
+        num_counters: int | None = None,
     ) -> None:
         if not 0.001 <= timeout_s <= 2_000_000:
             raise WorkspaceError(f"timeout_s: got {timeout_s}, wanted 0.001 to 2000000 seconds")
@@ -134,6 +147,7 @@ class Workspace:
         self.rank = world.rank
         self.regions = tuple(regions)
         self.max_tile_rows = max_tile_rows
+        self._num_counters = num_counters
         self.timeout_s = timeout_s
         self.trace_events = trace_events
         self.last_op = "none yet"
@@ -143,7 +157,7 @@ class Workspace:
         self._leaving = False
         self._error: PeerError | None = None
         self._last_stream: Any = None
-        stride, self._set_words, self._arrival_words = control_sizes(max_tile_rows)
+        stride, self._set_words, self._arrival_words = control_sizes(max_tile_rows, num_counters)
         self._stride = stride
         self._trace_words = trace_num_words(world.num_wgs, trace_events) if world.fused else 0
         if world.fused:
@@ -211,7 +225,9 @@ class Workspace:
         """Bytes that this workspace takes on each rank."""
         if not self.world.fused:
             return 0
-        return workspace_num_bytes(self.regions, self.max_tile_rows, self._trace_words)
+        return workspace_num_bytes(
+            self.regions, self.max_tile_rows, self._trace_words, self._num_counters
+        )
 
     def buffer(self, row: int) -> torch.Tensor:
         """This rank's part of the region in a row of the peer table."""

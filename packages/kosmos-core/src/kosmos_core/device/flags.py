@@ -51,10 +51,10 @@ def publish(SCOPE: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def flag_arrive(flag_ptr, SCOPE: tl.constexpr, TARGET: tl.constexpr):
-    """Counts one more unit into an arrival counter, after all that this workgroup stored before."""
+def flag_arrive(flag_ptr, SCOPE: tl.constexpr, TARGET: tl.constexpr, count=1):
+    """Counts `count` more units into a counter, after all that this workgroup stored before."""
     publish(SCOPE, TARGET)
-    tl.atomic_add(flag_ptr, 1, sem="release", scope=SCOPE)
+    tl.atomic_add(flag_ptr, count, sem="release", scope=SCOPE)
 
 
 @triton.jit

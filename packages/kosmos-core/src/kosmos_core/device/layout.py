@@ -83,11 +83,23 @@ PHASE_GATHER = tl.constexpr(2)
 PHASE_BUILD = tl.constexpr(3)
 PHASE_REDUCE = tl.constexpr(4)
 PHASE_LEAVE = tl.constexpr(5)
+PHASE_PLAN = tl.constexpr(6)
+PHASE_COMBINE = tl.constexpr(7)
+PHASE_FOLD = tl.constexpr(8)
 FLAG_START = tl.constexpr(1)
 FLAG_ARRIVAL = tl.constexpr(2)
 FLAG_DATA = tl.constexpr(3)
 
-PHASE_NAMES = {1: "start", 2: "gather", 3: "build", 4: "reduce", 5: "leave"}
+PHASE_NAMES = {
+    1: "start",
+    2: "gather",
+    3: "build",
+    4: "reduce",
+    5: "leave",
+    6: "plan",
+    7: "combine",
+    8: "fold",
+}
 FLAG_NAMES = {1: "start word", 2: "arrival counter", 3: "data"}
 
 

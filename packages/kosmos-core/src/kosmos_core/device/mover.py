@@ -27,6 +27,31 @@ def copy_run(src_ptr, dst_ptr, num_elements, BLOCK: tl.constexpr, DEPTH: tl.cons
 
 
 @triton.jit
+def copy_rows(
+    src_ptr, src_rows, dst_ptr, dst_rows, inside, cols, PIECE: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Copies rows of `cols` elements from anywhere to anywhere, DEPTH pieces of each in flight.
+
+    src_rows, dst_rows: [ROWS] which rows.
+    inside: [ROWS] which of them to copy.
+    PIECE: elements of a row in a piece.
+    """
+    from_ptr = src_ptr + src_rows.to(tl.int64)[:, None] * cols
+    to_ptr = dst_ptr + dst_rows.to(tl.int64)[:, None] * cols
+    for k in range(0, cols, PIECE * DEPTH):
+        at = k + tl.arange(0, PIECE)[None, :]
+        pieces = (tl.load(from_ptr + at, mask=inside[:, None] & (at < cols)),)
+        for i in tl.static_range(1, DEPTH):
+            next_at = at + i * PIECE
+            pieces = pieces + (
+                tl.load(from_ptr + next_at, mask=inside[:, None] & (next_at < cols)),
+            )
+        for i in tl.static_range(0, DEPTH):
+            next_at = at + i * PIECE
+            tl.store(to_ptr + next_at, pieces[i], mask=inside[:, None] & (next_at < cols))
+
+
+@triton.jit
 def fill_nan(dst_ptr, num_elements, BLOCK: tl.constexpr):
     """Marks a run of an aborted call's output as never written."""
     for i in range(0, num_elements, BLOCK):

@@ -16,9 +16,25 @@ BUILD = tl.constexpr(4)
 KEEP = tl.constexpr(5)
 CALL = tl.constexpr(6)
 REDUCE = tl.constexpr(7)
+ROUTE = tl.constexpr(8)
+PLAN = tl.constexpr(9)
+COMBINE = tl.constexpr(10)
+FOLD = tl.constexpr(11)
 
 EVENT_WORDS = tl.constexpr(4)
-KIND_NAMES = {1: "copy_in", 2: "move", 3: "wait", 4: "build", 5: "keep", 6: "call", 7: "reduce"}
+KIND_NAMES = {
+    1: "copy_in",
+    2: "move",
+    3: "wait",
+    4: "build",
+    5: "keep",
+    6: "call",
+    7: "reduce",
+    8: "route",
+    9: "plan",
+    10: "combine",
+    11: "fold",
+}
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from kosmos_core.arguments import TellingPeers, agreed_hash, chosen_options
 from kosmos_core.device import roles
 from kosmos_core.errors import ArgumentError, WorkspaceError
 from kosmos_core.launch import intern_key
@@ -190,33 +190,6 @@ def _remembered(workspace: TpSpWorkspace, key: Hashable, make: Callable[[], Prep
     return call
 
 
-class TellingPeers:
-    """Tells the peers of whatever is raised before a launch: they must not wait for this call.
-
-    Entered at every call: a generator would take twice the host time.
-
-    Args:
-        workspace: of the call.
-        shown: gives the call as error messages show it.
-    """
-
-    __slots__ = ("_shown", "_workspace")
-
-    def __init__(self, workspace: TpSpWorkspace, shown: Callable[[], str]) -> None:
-        self._workspace = workspace
-        self._shown = shown
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Rejected):
-            self._workspace.fault(error.code, self._shown())
-            raise error.error from None
-        if isinstance(error, Exception):
-            self._workspace.fault(validate.ARGUMENT, self._shown())
-
-
 def decline_reason(
     problem: Any, plan: Any, workspace: TpSpWorkspace, force: bool, label: str
 ) -> str | None:
@@ -233,11 +206,6 @@ def decline_reason(
         _LOGGED.add((label, reason))
         LOG.warning("%s takes the reference path: %s", label, reason)
     return reason
-
-
-def agreed_hash(*agreed: object) -> int:
-    """31 bits of what all ranks must have in common."""
-    return zlib.crc32(repr(agreed).encode()) & 0x7FFFFFFF
 
 
 def launch_keys(
@@ -275,30 +243,6 @@ def shown_call(op: str, *operands: object) -> str:
     return f"{op}({', '.join(kinds)})"
 
 
-def chosen_options(kind: type[Any], options: Any, choices: dict[str, Any]) -> Any:
-    """Options of a call, given as one object or one by one."""
-    fields = kind.__dataclass_fields__
-    if options is None:
-        unknown = sorted(choices.keys() - fields.keys())
-        if unknown:
-            raise validate.reject(
-                validate.ARGUMENT,
-                f"{unknown[0]}: got a choice of this name, wanted one of {', '.join(fields)}",
-            )
-        return kind(**choices)
-    if not isinstance(options, kind):
-        raise validate.reject(
-            validate.ARGUMENT, f"options: got {type(options).__name__}, wanted {kind.__name__}"
-        )
-    if choices:
-        raise validate.reject(
-            validate.ARGUMENT,
-            f"{', '.join(sorted(choices))}: got together with options=, wanted one or the other; "
-            "use dataclasses.replace(options, ...)",
-        )
-    return options
-
-
 def features(x: torch.Tensor, w: torch.Tensor, layout: str, name: str = "x") -> tuple[int, int]:
     """(n, k) of a call whose operands fit together; `name` is that of the left one."""
     k = x.shape[1]
@@ -314,3 +258,6 @@ def features(x: torch.Tensor, w: torch.Tensor, layout: str, name: str = "x") -> 
             validate.SIZE, f"features: got k = {k} and n = {n}, wanted positive sizes"
         )
     return n, k
+
+
+__all__ = ["TellingPeers", "agreed_hash", "chosen_options"]

@@ -9,26 +9,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from kosmos_core.arguments import (
+    ARGUMENT,
+    CAP,
+    DEVICE,
+    DTYPE,
+    SHAPE,
+    SIZE,
+    WORKSPACE,
+    Rejected,
+    check_cap,
+    check_choice,
+    check_flag,
+    check_int,
+    check_tensor,
+    dense,
+    reject,
+)
 from kosmos_core.errors import ArgumentError, WorkspaceError
 
 from kosmos_tpsp.workspaces import TpSpWorkspace
-
-# Reason codes that travel to the peers (kosmos_core.peer_errors.FAULT_REASONS).
-DTYPE, DEVICE, SHAPE, SIZE, WORKSPACE, CAP, ARGUMENT = range(1, 8)
-
-
-class Rejected(Exception):
-    """A local fault on its way to the caller: the exception to raise and the code for the peers."""
-
-    def __init__(self, code: int, error: Exception) -> None:
-        super().__init__(str(error))
-        self.code = code
-        self.error = error
-
-
-def reject(code: int, message: str) -> Rejected:
-    """A bad argument."""
-    return Rejected(code, ArgumentError(message))
 
 
 def check_workspace(workspace: object) -> None:
@@ -41,12 +41,6 @@ def check_workspace(workspace: object) -> None:
         raise ArgumentError(
             f"workspace: got {type(workspace).__name__}, wanted the TpSpWorkspace of the group"
         )
-
-
-def check_tensor(name: str, t: object) -> None:
-    """A tensor, and not what merely looks like one."""
-    if not isinstance(t, torch.Tensor):
-        raise reject(ARGUMENT, f"{name}: got {type(t).__name__}, wanted a torch.Tensor")
 
 
 def check_matrix(name: str, t: torch.Tensor, device: torch.device) -> None:
@@ -110,35 +104,6 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
 
 
-def check_choice(
-    name: str, value: object, allowed: tuple[str, ...], optional: bool = False
-) -> None:
-    """One of a few names; where optional, None leaves the choice to the plan."""
-    if value is None and optional:
-        return
-    if not isinstance(value, str) or value not in allowed:
-        raise reject(ARGUMENT, f"{name}: got {value!r}, wanted one of {', '.join(allowed)}")
-
-
-def check_flag(name: str, value: object, optional: bool = False) -> None:
-    """True or False; where optional, None leaves the choice to the layout."""
-    if not (isinstance(value, bool) or (value is None and optional)):
-        raise reject(ARGUMENT, f"{name}: got {value!r}, wanted True or False")
-
-
-def check_int(name: str, value: object) -> None:
-    """An integer, or None for the plan's own choice."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise reject(ARGUMENT, f"{name}: got {value!r}, wanted an integer")
-
-
-def check_cap(cap: int | None) -> None:
-    """A workgroup cap leaves room for a mover and a builder."""
-    check_int("cap", cap)
-    if cap is not None and cap < 2:
-        raise reject(CAP, f"cap: got {cap}, wanted at least 2 (a mover beside a builder)")
-
-
 def check_types(options: Any, crew: str) -> None:
     """The choices that all ops have, and the size of the crew for each peer, are of their types."""
     for name in ("traced", "force"):
@@ -165,8 +130,26 @@ def check_room(workspace: TpSpWorkspace, m: int, k: int) -> None:
         raise Rejected(WORKSPACE, error)
 
 
-def dense(t: torch.Tensor) -> torch.Tensor:
-    """The same values, row-major and 16-byte aligned: other layouts and offsets are copied."""
-    if not t.is_contiguous():
-        return t.contiguous()
-    return t.clone() if t.data_ptr() % 16 else t
+__all__ = [
+    "ARGUMENT",
+    "CAP",
+    "DEVICE",
+    "DTYPE",
+    "SHAPE",
+    "SIZE",
+    "WORKSPACE",
+    "Rejected",
+    "check_cap",
+    "check_choice",
+    "check_flag",
+    "check_int",
+    "check_matrix",
+    "check_out",
+    "check_room",
+    "check_split_k",
+    "check_tensor",
+    "check_types",
+    "check_workspace",
+    "dense",
+    "reject",
+]
