@@ -124,6 +124,22 @@ def test_reductions(launch, gen, dtype):
 
 
 @triton.jit
+def k_places(x, low, high, N: tl.constexpr, M: tl.constexpr):
+    v = tl.load(x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    _, place = tl.max(v, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(high + tl.arange(0, M), place)
+    tl.store(low + tl.arange(0, M), tl.argmin(v, axis=1))
+
+
+def test_ties_between_places_go_to_the_lowest(launch, gen):
+    x = torch.randint(0, 3, (8, 32), generator=gen).float()
+    low, high = torch.empty(8, dtype=I32), torch.empty(8, dtype=I32)
+    launch(k_places, (1,), x, low, high, 32, 8)
+    assert high.tolist() == [row.index(max(row)) for row in x.tolist()]
+    assert low.tolist() == [row.index(min(row)) for row in x.tolist()]
+
+
+@triton.jit
 def larger(a, b):
     return tl.maximum(a, b)
 

@@ -1,11 +1,25 @@
-"""Mixture-of-experts layers for expert parallelism."""
+"""Mixture-of-experts layers for expert parallelism, in one kernel launch."""
 
 from importlib.metadata import PackageNotFoundError, version
 
+from kosmos_moe.memory import MoeLimits
+from kosmos_moe.ops.moe_forward import MoeOptions, MoeResult, moe_forward
 from kosmos_moe.reference import Experts, MoeOutput, moe_layer
 from kosmos_moe.router import RouterOptions
+from kosmos_moe.workspaces import MoEWorkspace
 
-__all__ = ["Experts", "MoeOutput", "RouterOptions", "__version__", "moe_layer"]
+__all__ = [
+    "Experts",
+    "MoEWorkspace",
+    "MoeLimits",
+    "MoeOptions",
+    "MoeOutput",
+    "MoeResult",
+    "RouterOptions",
+    "__version__",
+    "moe_forward",
+    "moe_layer",
+]
 
 try:
     __version__ = version("kosmos-moe")

@@ -36,6 +36,22 @@ def _combine(fn: Any, left: list[Any], right: list[Any]) -> list[Any]:
     return list(out) if isinstance(out, (tuple, tl.tuple)) else [out]
 
 
+def _place_combine(name: str) -> Callable[[list[Array], list[Array]], list[Array]] | None:
+    """Triton's argmax and argmin; they join conditions by `and`, which means nothing on blocks."""
+    kind, _, tie = name.partition("_combine_tie_break_")
+    if kind not in ("_argmax", "_argmin") or tie not in ("left", "fast"):
+        return None
+    better = np.greater if name.startswith("_argmax") else np.less
+
+    def combine(left: list[Array], right: list[Array]) -> list[Array]:
+        first = better(left[0], right[0])
+        if name.endswith("left"):
+            first |= (left[0] == right[0]) & (left[1] < right[1])
+        return [np.where(first, a, b) for a, b in zip(left, right, strict=True)]
+
+    return combine
+
+
 def _name(combine_fn: Any) -> str:
     fn = getattr(combine_fn, "fn", combine_fn)
     return fn.__name__ if fn.__module__ == "triton.language.standard" else ""
@@ -52,8 +68,15 @@ def _reduce(
     else:
         at = axis % ndim
     fast = _fold_fast(_name(combine_fn), arrays[0], at) if len(arrays) == 1 else None
+    place = _place_combine(_name(combine_fn))
     if fast is not None:
         out = [fast]
+    elif place is not None:
+        while arrays[0].shape[at] > 1:
+            arrays = place(
+                [_every_other(a, at, 0) for a in arrays], [_every_other(a, at, 1) for a in arrays]
+            )
+        out = [np.squeeze(a, axis=at) for a in arrays]
     else:
         # Adjacent halves pairwise, as the hardware does: log2(n) calls on whole blocks.
         while arrays[0].shape[at] > 1:

@@ -1,0 +1,1 @@
+"""Device functions of the MoE kernels; nothing here imports torch."""

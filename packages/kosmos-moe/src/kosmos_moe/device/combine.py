@@ -1,0 +1,153 @@
+"""Combine: results are pushed back to the ranks whose tokens they are, between tiles.
+
+=============== =================== ==================== ====== ============= ======================
+word            writer              reader               scope  order         guards
+=============== =================== ==================== ====== ============= ======================
+returned at the combiners of all    fold, == rows that   sys    barrier +     rows of the return
+token's rank    ranks, +rows        the rank is owed            release;      region
+                                                                acquire
+=============== =================== ==================== ====== ============= ======================
+
+A unit is (local expert, slice, owner of the tokens). A dual-role mover reserves the next one in
+queue order, looks up once which row blocks it reads, polls their counters before it claims a tile,
+and pushes once they are finished; it waits for its unit only when no tile is left. Every workgroup
+joins then.
+"""
+
+import triton
+import triton.language as tl
+from kosmos_core.device.flags import flag_arrive, flag_read, flag_wait
+from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_COMBINE, Standing
+from kosmos_core.device.mover import copy_run
+from kosmos_core.device.peers import peer_ptr
+from kosmos_core.device.queue import queue_claim
+from kosmos_core.device.trace import COMBINE, trace_begin, trace_end
+
+from kosmos_moe.device.config import FIXED, TWO_WAY
+from kosmos_moe.device.dispatch import unit_of
+from kosmos_moe.device.expert_gemm import all_views, build_down, build_up, tile_queue
+from kosmos_moe.device.layout import (
+    COMBINE_QUEUE,
+    COMBINE_UNITS,
+    RETURN,
+    ROW_BLOCKS,
+    TILE_QUEUE,
+    finished_at,
+    returned_at,
+)
+
+
+@triton.jit
+def unit_rows(ctx, call, tables, unit, CONFIG):
+    """(expert, owner, first row within (owner, expert), rows, arena row) of a combine unit."""
+    local, part, owner = unit_of(tables.combines, unit, unit, call.rank, ctx.WORLD, False, CONFIG)
+    expert = call.rank * CONFIG.LOCAL_EXPERTS + local
+    at = owner * CONFIG.EXPERTS + expert
+    first = part * CONFIG.UNIT_ROWS
+    rows = tl.minimum(tl.load(tables.counts + at) - first, CONFIG.UNIT_ROWS)
+    row = tl.load(tables.arena_rows + expert) + tl.load(tables.before + at) + first
+    return expert, owner, first, tl.maximum(rows, 0), row
+
+
+@triton.jit
+def unit_span(ctx, call, tables, unit, CONFIG):
+    """Row blocks [first, past) that a unit reads; none when it is empty."""
+    _, _, _, rows, row = unit_rows(ctx, call, tables, unit, CONFIG)
+    first = row // CONFIG.BLOCK_M
+    past = tl.where(rows > 0, (row + rows - 1) // CONFIG.BLOCK_M + 1, first)
+    return first, past
+
+
+@triton.jit
+def push_unit(ops, ctx, call, size, tables, unit, CONFIG):
+    """Pushes the rows of a unit back and counts them in at their owner."""
+    begin = trace_begin(ctx)
+    expert, owner, first, rows, row = unit_rows(ctx, call, tables, unit, CONFIG)
+    if rows > 0:
+        # The owner's send list lists them in this order: one run there, one run here.
+        place = tl.load(tables.starts + owner * CONFIG.EXPERTS + expert) + first
+        to_ptr = peer_ptr(ctx, RETURN, owner, tl.bfloat16) + place.to(tl.int64) * size.hidden
+        from_ptr = ops.y2_ptr + row.to(tl.int64) * size.hidden
+        copy_run(from_ptr, to_ptr, rows * size.hidden, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+        flag_arrive(returned_at(ctx, call, owner), "sys", ctx.TARGET, rows)
+    trace_end(ctx, COMBINE, unit, begin)
+
+
+@triton.jit
+def poll_span(words_ptr, first, past, tiles):
+    """How far a span of row blocks is finished; polls only, and never waits."""
+    finished = first < past
+    while finished:
+        finished = flag_read(words_ptr + first, "gpu") >= tiles
+        first += finished.to(tl.int32)
+        finished = finished & (first < past)
+    return first
+
+
+@triton.jit
+def await_span(ctx, call, standing, words_ptr, first, past, tiles):
+    """Waits until a span of row blocks is finished.
+
+    Returns (past, standing).
+    """
+    ok = standing.ok
+    while (first < past) & (ok != 0):
+        ok = flag_wait(
+            ctx, call, words_ptr + first, tiles, call.rank, first, PHASE_COMBINE, FLAG_ARRIVAL,
+            "gpu",
+        )  # fmt: skip
+        first += 1
+    return past, Standing(standing.held, ok)
+
+
+@triton.jit
+def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONFIG):
+    """A builder, or a dual-role mover: tiles in queue order, and units between them."""
+    up, down, shared_up, shared_down = all_views(ops, ctx, call, size, CONFIG)
+    queue = tile_queue(size, tl.load(tables.head + ROW_BLOCKS), CONFIG)
+    units = tl.load(tables.head + COMBINE_UNITS)
+    words_ptr = finished_at(call, size)
+    is_mover = call.ticket < combine_crew
+    builds = call.ticket >= 0
+    combines = is_mover
+    if CONFIG.POLICY != TWO_WAY:
+        builds = call.ticket >= combine_crew
+    unit = units * 0 - 1
+    first = units * 0
+    past = units * 0
+    while builds | combines | (unit >= 0):
+        moved = unit < -1
+        if combines & (unit < 0):
+            unit = queue_claim(call.set_ptr + COMBINE_QUEUE)
+            if unit < units:
+                first, past = unit_span(ctx, call, tables, unit, CONFIG)
+            else:
+                unit = units * 0 - 1
+                combines = unit >= 0
+        if unit >= 0:
+            if builds:
+                first = poll_span(words_ptr, first, past, queue.columns2)
+            else:
+                first, standing = await_span(
+                    ctx, call, standing, words_ptr, first, past, queue.columns2
+                )
+            if first >= past:
+                if standing.ok != 0:
+                    push_unit(ops, ctx, call, size, tables, unit, CONFIG)
+                unit = units * 0 - 1
+                moved = unit < 0
+        if builds & (moved == 0):
+            index = queue_claim(call.set_ptr + TILE_QUEUE)
+            if index < queue.gemm2:
+                standing = build_up(
+                    ctx, call, standing, size, tables, queue, up, shared_up, index, CONFIG
+                )
+            elif index < queue.total:
+                standing = build_down(
+                    ctx, call, standing, size, tables, queue, down, shared_down, index, CONFIG
+                )
+            else:
+                builds = index < 0
+                if CONFIG.POLICY != FIXED:
+                    combines = combines | (is_mover == 0)
+    return standing

@@ -1,0 +1,1 @@
+"""Entry kernels, one file a direction; nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""Operations: validate, plan, take memory from the workspace, launch."""

@@ -1,0 +1,62 @@
+"""What a caller may choose besides operands and router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kosmos_core.arguments import check_cap, check_choice, check_flag, check_int
+
+POLICIES = ("two_way", "dedicated_combine", "fixed")
+ORDERS = ("destination_minor", "destination_major")
+TRANSPORTS = ("push",)
+OVERFLOWS = ("reference", "raise")
+
+
+@dataclass(frozen=True)
+class MoeOptions:
+    """Choices of a call; None leaves one to the plan.
+
+    Attributes:
+        cap: most workgroups to use.
+        policy: who combines. "two_way": dual-role movers, between tiles; "dedicated_combine": a
+            crew that does nothing else, joined by all once no tile is left; "fixed": never joined.
+        order: "destination_minor" or "destination_major", the order in which rows are pushed.
+        transport: "push".
+        dispatch_crew: workgroups that dispatch before they build.
+        combine_crew: workgroups that combine between tiles.
+        overflow: what a call does whose routing does not fit the arena: takes the "reference" path,
+            or "raise".
+        save: keep what a backward needs.
+        traced: record role spans into the workspace's trace buffer.
+    """
+
+    cap: int | None = None
+    policy: str = "two_way"
+    order: str = "destination_minor"
+    transport: str = "push"
+    dispatch_crew: int | None = None
+    combine_crew: int | None = None
+    overflow: str = "reference"
+    save: bool = False
+    traced: bool = False
+
+    def check(self) -> None:
+        """Checks every choice by itself.
+
+        Raises:
+            Rejected: one is not allowed.
+        """
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("order", self.order, ORDERS)
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("overflow", self.overflow, OVERFLOWS)
+        for name in ("save", "traced"):
+            check_flag(name, getattr(self, name))
+        for name in ("dispatch_crew", "combine_crew"):
+            check_int(name, getattr(self, name))
+        check_cap(self.cap)
+
+    def overrides(self) -> dict[str, int]:
+        """Fields of the plan that are given."""
+        given = {"dispatch_crew": self.dispatch_crew, "combine_crew": self.combine_crew}
+        return {name: value for name, value in given.items() if value is not None}
