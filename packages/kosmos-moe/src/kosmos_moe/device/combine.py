@@ -21,6 +21,7 @@ from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_COMBINE, Standing
 from kosmos_core.device.mover import copy_run
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
+from kosmos_core.device.target import fence_async_proxy
 from kosmos_core.device.trace import COMBINE, trace_begin, trace_end
 
 from kosmos_moe.device.config import FIXED, TWO_WAY
@@ -104,27 +105,29 @@ def await_span(ctx, call, standing, words_ptr, first, past, tiles):
 def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONFIG):
     """A builder, or a dual-role mover: tiles in queue order, and units between them."""
     up, down, shared_up, shared_down = all_views(ops, ctx, call, size, CONFIG)
-    queue = tile_queue(size, tl.load(tables.head + ROW_BLOCKS), CONFIG)
-    units = tl.load(tables.head + COMBINE_UNITS)
-    words_ptr = finished_at(call, size)
+    # What was acquired up to here, tables and starts included, is older than what tiles load.
+    fence_async_proxy(ctx.TARGET)
     is_mover = call.ticket < combine_crew
     builds = call.ticket >= 0
     combines = is_mover
     if CONFIG.POLICY != TWO_WAY:
         builds = call.ticket >= combine_crew
-    unit = units * 0 - 1
-    first = units * 0
-    past = units * 0
+    unit = call.ticket * 0 - 1
+    first = unit * 0
+    past = unit * 0
     while builds | combines | (unit >= 0):
+        # Made anew for each tile: kept over a tile's sums, they would cost registers that are full.
+        queue = tile_queue(size, tl.load(tables.head + ROW_BLOCKS), CONFIG)
         moved = unit < -1
         if combines & (unit < 0):
             unit = queue_claim(call.set_ptr + COMBINE_QUEUE)
-            if unit < units:
+            if unit < tl.load(tables.head + COMBINE_UNITS):
                 first, past = unit_span(ctx, call, tables, unit, CONFIG)
             else:
-                unit = units * 0 - 1
+                unit = unit * 0 - 1
                 combines = unit >= 0
         if unit >= 0:
+            words_ptr = finished_at(call, size)
             if builds:
                 first = poll_span(words_ptr, first, past, queue.columns2)
             else:
@@ -134,7 +137,7 @@ def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONF
             if first >= past:
                 if standing.ok != 0:
                     push_unit(ops, ctx, call, size, tables, unit, CONFIG)
-                unit = units * 0 - 1
+                unit = unit * 0 - 1
                 moved = unit < 0
         if builds & (moved == 0):
             index = queue_claim(call.set_ptr + TILE_QUEUE)

@@ -250,7 +250,7 @@ def build_up(ctx, call, standing, size, tables, queue, views, shared_views, inde
         chunk = 2 * local
         first = (block - tl.load(tables.blocks + local)) * CONFIG.BLOCK_M
         standing = await_rows(ctx, call, standing, tables, local, first, CONFIG)
-        fence_async_proxy(ctx.TARGET)
+    fence_async_proxy(ctx.TARGET)
     trace_end(ctx, WAIT, index, begin)
     begin = trace_begin(ctx)
     if standing.ok != 0:

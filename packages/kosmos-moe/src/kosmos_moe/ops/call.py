@@ -38,7 +38,7 @@ ROW_ELEMENTS = 8  # of bf16 are 16 bytes
 UNIT_BYTES = 1 << 19
 UNIT_ROWS = (16, 128)
 # Elements that a workgroup routes, or adds up the counts of, at once.
-ROUTE_ELEMENTS = 4096
+ROUTE_ELEMENTS = 1024
 PIECE = 512  # elements of a row that the lanes of one warp load at once
 COPY_ROWS = 4
 FOLD_ROWS = 4

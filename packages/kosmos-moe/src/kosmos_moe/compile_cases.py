@@ -1,0 +1,137 @@
+"""Every kind of configuration that plans can choose, for the GPU-less compile guard.
+
+`python -m kosmos_core.testing.compile_guard kosmos_moe.compile_cases:compile_cases`
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from kosmos_core.device.layout import Context
+from kosmos_core.device.target import AMD, NVIDIA
+from kosmos_core.testing.compile_guard import CompileCase, Expectations
+from kosmos_core.workspace import control_sizes
+from kosmos_heuristics import Machine, MoeProblem, load_machine, plan_moe_forward
+
+from kosmos_moe.device.config import Factors, ForwardOperands
+from kosmos_moe.kernels.forward import moe_forward_kernel
+from kosmos_moe.memory import MoeLimits, needs_of
+from kosmos_moe.ops.call import Layer, make_config
+from kosmos_moe.router import RouterOptions
+
+# Machine model whose tiles and settings a target compiles with.
+TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
+CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
+TOKENS = 8192
+# (world size, hidden, inter, experts, k, width of the shared expert): of known models, and odd.
+DEEPSEEK_V3 = (8, 7168, 2048, 256, 8, 2048)
+QWEN3_30B = (2, 2048, 768, 128, 8, 0)
+LLAMA4 = (8, 5120, 8192, 16, 1, 8192)
+ODD = (3, 1032, 360, 12, 5, 0)
+GROUPED = RouterOptions(8, score="sigmoid", normalize=True, groups=8, group_topk=4, scaling=2.5)
+
+Variant = tuple[tuple[int, int, int, int, int, int], RouterOptions, dict[str, Any]]
+
+
+def _variants() -> list[Variant]:
+    losses = RouterOptions(8, aux_coefficient=0.01, z_coefficient=0.001)
+    return [
+        (DEEPSEEK_V3, GROUPED, {"biased": True}),
+        (DEEPSEEK_V3, replace(GROUPED, aux_coefficient=0.1), {"padded": True, "save": True}),
+        (QWEN3_30B, losses, {"save": True}),
+        (QWEN3_30B, RouterOptions(8, forced="uniform"), {"bf16_router": True}),
+        (QWEN3_30B, RouterOptions(8, score_first=False), {"policy": "dedicated_combine"}),
+        (QWEN3_30B, RouterOptions(8), {"given": True, "policy": "fixed"}),
+        (QWEN3_30B, RouterOptions(8), {"trace": 1024, "order": "destination_major"}),
+        ((1, *QWEN3_30B[1:]), RouterOptions(8), {}),
+        (LLAMA4, RouterOptions(1, score="sigmoid"), {"save": True}),
+        (ODD, RouterOptions(5), {"bf16_router": True}),
+    ]
+
+
+def compile_cases() -> list[CompileCase]:
+    """Cases of all kernels of this package."""
+    return [
+        _forward_case(target, load_machine(machine), *variant)
+        for target, machine in TARGETS.items()
+        for variant in _variants()
+    ]
+
+
+def _context(target: str, limits: MoeLimits, machine: Machine, trace: int) -> Context:
+    needs = needs_of(limits, machine)
+    stride, set_words, arrival_words = control_sizes(needs.max_tile_rows, needs.num_counters)
+    vendor = AMD if target.startswith("gfx") else NVIDIA
+    constants = (limits.world_size, set_words, arrival_words, stride, int(vendor.value), trace)
+    return Context("*i64", "*i32", "*i64", "*i64", *(tl.constexpr(c) for c in constants))
+
+
+def _operands(router: str) -> ForwardOperands:
+    bf16, fp32, int32 = "*bf16", "*fp32", "*i32"
+    kinds = dict.fromkeys(ForwardOperands._fields, bf16)
+    kinds.update(router_ptr=router, padding_ptr="*u8")
+    kinds.update(dict.fromkeys(("bias_ptr", "loss_ptr", "weights_ptr", "logits_ptr"), fp32))
+    kinds["sums_ptr"] = fp32
+    for name in ("ids", "places", "counts", "list", "tables", "verdict"):
+        kinds[f"{name}_ptr"] = int32
+    return ForwardOperands(**kinds)
+
+
+def _forward_case(
+    target: str,
+    machine: Machine,
+    sizes: tuple[int, int, int, int, int, int],
+    router: RouterOptions,
+    choices: dict[str, Any],
+) -> CompileCase:
+    world, hidden, inter, experts, topk, shared = sizes
+    policy = choices.get("policy", "two_way")
+    order = choices.get("order", "destination_minor")
+    bf16_router = choices.get("bf16_router", False)
+    problem = MoeProblem(TOKENS, hidden, inter, experts, topk, world)
+    plan = plan_moe_forward(problem, machine, policy=policy, order=order)
+    limits = MoeLimits(world, TOKENS, hidden, inter, experts, topk, shared)
+    layer = Layer(
+        hidden, inter, experts, shared, router, torch.bfloat16 if bf16_router else torch.float32,
+        choices.get("biased", False), choices.get("padded", False), choices.get("given", False),
+    )  # fmt: skip
+    config = make_config(layer, plan, machine, world, choices.get("save", False))
+    words = [f"{name}={value}" for name, value in choices.items()]
+    factors = Factors(*("fp32",) * len(Factors._fields))
+    ints = ("tokens", "hidden", "inter", "shared_inter", "arena_blocks", "dispatch_crew")
+    aligned = [name for name, size in (("hidden", hidden), ("inter", inter)) if size % 16 == 0]
+    peers = world > 1
+    return CompileCase(
+        name=f"moe_forward {layer} ep={world} score={router.score} {' '.join(words)}".strip(),
+        kernel=moe_forward_kernel,
+        signature={
+            "ops": _operands("*bf16" if bf16_router else "*fp32"),
+            "ctx": _context(target, limits, machine, choices.get("trace", 0)),
+            "factors": factors,
+            **dict.fromkeys((*ints, "combine_crew", "call_hash"), "i32"),
+            "CONFIG": config,
+        },
+        divisible_by_16=(
+            *(f"ops.{f}" for f in ForwardOperands._fields),
+            *(f"ctx.{f}" for f in CONTEXT_POINTERS),
+            *aligned,
+            *(("shared_inter",) if shared % 16 == 0 and shared else ()),
+        ),
+        target=target,
+        # What `World.launch` passes, and no more.
+        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        expect=Expectations(
+            # Start word; dispatched and returned rows.
+            release_sys=2 + peers,
+            release_gpu=5,
+            acquire_sys=2 + peers,
+            acquire_gpu=4,
+            wide_load=2,
+            mma=2,
+            tma_load=4 if target == "sm_90" else 0,
+            tma_store=2 if target == "sm_90" else 0,
+        ),
+    )
