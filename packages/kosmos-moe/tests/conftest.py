@@ -6,24 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kosmos_core.executor import Random
-from kosmos_core.worlds import cpu_world
+from kosmos_core.testing.checked import run_checked
 
 
 @pytest.fixture
 def on_cpu() -> Callable[..., list[Any]]:
     """Runs `host(rank, world, *arguments)` on the executor with every check on."""
-
-    def run(size: int, host: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-        checked: dict[str, Any] = {
-            "policy": Random(options.get("seed", 0)),
-            "weak": "random",
-            "stale": True,
-            "race": "raise",
-            "strict": True,
-            **options,
-        }
-        with cpu_world(size, **checked) as world:
-            return world.spmd(host, world, *arguments)
-
-    return run
+    return run_checked

@@ -277,6 +277,7 @@ def route(ops, ctx, call, standing, size, factors, CONFIG):
     if CONFIG.ROUTING == GIVEN:
         columns = 1
     units = size.route_blocks * columns
+    arrivals = size.route_blocks + 1
     plans = call.ticket < 0
     ok = standing.ok
     unit = units * 0
@@ -299,8 +300,8 @@ def route(ops, ctx, call, standing, size, factors, CONFIG):
                             zero, zero, zero + BAD_ARGUMENT, zero,
                         )  # fmt: skip
                         ok = zero
-                plans = plans | elect_last(call.set_ptr + ROUTED, size.route_blocks + 1, ctx.TARGET)
+                plans = plans | elect_last(call.set_ptr + ROUTED, arrivals, ctx.TARGET)
             trace_end(ctx, ROUTE, unit, begin)
     if call.ticket == 0:
-        plans = plans | elect_last(call.set_ptr + ROUTED, size.route_blocks + 1, ctx.TARGET)
+        plans = plans | elect_last(call.set_ptr + ROUTED, arrivals, ctx.TARGET)
     return plans, Standing(standing.held, ok)

@@ -1,0 +1,291 @@
+"""Calls that the checks make: sizes, random operands, what they must give, and verdicts."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from kosmos_core.errors import ArgumentError
+from kosmos_core.worlds import reference_world
+
+from kosmos_moe import reference
+from kosmos_moe.ops.moe_forward import Inputs, MoeResult
+from kosmos_moe.ops.options import MoeOptions
+from kosmos_moe.router import RouterOptions
+
+# Rounding h and an expert's result to bf16, and the sum of them once more, each less than half an
+# ulp: 2**-9 relative. Errors of elements are independent, and the norm of each is well below it.
+TOLERANCE = 4e-3
+WEIGHT_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-4
+# Keys closer than this may be ordered either way: scores are exponentials, computed in another way.
+KEY_TOLERANCE = 1e-5
+ROUTINGS = ("random", "uniform", "one-expert", "ties")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call.
+
+    Attributes:
+        tokens: of each rank.
+        hidden, inter, experts, shared_inter: sizes of the layer.
+        router: how tokens choose.
+        routing: "random" (the router's, on random weights), "uniform" (forced), "one-expert" (all
+            tokens choose expert 0, and others), "ties" (all logits are equal), "zipf:A" (given;
+            expert e with a probability of (e + 1)^-A), or the name of a JSON file of
+            [rank][token][k] experts (given).
+        biased, padded: whether there are a bias and a padding mask.
+        data: which random operands; equal numbers give equal operands.
+        options: choices of the call.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: int
+    inter: int
+    experts: int
+    router: RouterOptions
+    shared_inter: int = 0
+    routing: str = "random"
+    biased: bool = False
+    padded: bool = False
+    data: int = 0
+    options: MoeOptions = field(default_factory=MoeOptions)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the routing comes with the call."""
+        return self.routing not in ROUTINGS
+
+    def __str__(self) -> str:
+        shared = f" shared={self.shared_inter}" if self.shared_inter else ""
+        extras = "".join(f" {n}" for n in ("biased", "padded") if getattr(self, n))
+        return (
+            f"moe_forward tokens={','.join(map(str, self.tokens))} hidden={self.hidden} "
+            f"inter={self.inter} experts={self.experts} topk={self.router.topk}{shared} "
+            f"{self.router.score} {self.routing}{extras} {self.options.policy} {self.options.order}"
+        )
+
+
+class Operands:
+    """Random operands by seed: every rank can make every rank's, so no exchange is needed.
+
+    Tokens and router weights are multiples of 1/16 and 1/8: their products add up exactly in FP32
+    in any order, and ties are ties everywhere.
+
+    Args:
+        seed: of all operands.
+        device: where they live; equal devices draw equal numbers.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+
+    def _generator(self, *name: object) -> torch.Generator:
+        generator = torch.Generator(self._device)
+        return generator.manual_seed(zlib.crc32(repr((self._seed, *name)).encode()))
+
+    def _normal(self, shape: tuple[int, ...], scale: float, *name: object) -> torch.Tensor:
+        generator = self._generator(*name, shape)
+        drawn = torch.randn(shape, generator=generator, device=self._device)
+        return (drawn * scale).to(torch.bfloat16)
+
+    def _grid(self, shape: tuple[int, ...], steps: int, *name: object) -> torch.Tensor:
+        generator = self._generator(*name, shape)
+        drawn = torch.randint(-steps, steps + 1, shape, generator=generator, device=self._device)
+        return drawn.float() / steps
+
+    def x(self, call: Call, rank: int) -> torch.Tensor:
+        """[tokens, hidden] bf16."""
+        x = self._grid((call.tokens[rank], call.hidden), 16, "x", call.data, rank)
+        if call.routing == "one-expert":
+            # A first feature that nothing else has, and only the first expert's weights answer to.
+            x[:, 0] = 1.0
+        return x.to(torch.bfloat16)
+
+    def router(self, call: Call) -> torch.Tensor:
+        """[experts, hidden] fp32."""
+        weight = self._grid((call.experts, call.hidden), 8, "router", call.data)
+        if call.routing == "ties":
+            weight[:] = weight[:1].clone()
+        elif call.routing == "one-expert":
+            weight[:, 0] = 0.0
+            weight[0] = 0.0
+            weight[0, 0] = 8.0 * call.hidden
+        return weight
+
+    def expert(self, call: Call, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """([2 * inter, hidden], [hidden, inter]) bf16 of an expert; -1: of the shared one."""
+        inter = call.shared_inter if expert < 0 else call.inter
+        first = self._normal((2 * inter, call.hidden), call.hidden**-0.5, "w1", call.data, expert)
+        second = self._normal((call.hidden, inter), inter**-0.5, "w2", call.data, expert)
+        return first, second
+
+    def given_routing(self, call: Call, rank: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(ids [tokens, k] int32, weights [tokens, k] fp32), or None where the router chooses.
+
+        Raises:
+            ArgumentError: the file of a routing holds something else.
+        """
+        if not call.is_given:
+            return None
+        tokens, topk = call.tokens[rank], call.router.topk
+        if call.routing.startswith("zipf:"):
+            power = float(call.routing.partition(":")[2])
+            chances = torch.arange(1, call.experts + 1, device=self._device).double() ** -power
+            if tokens == 0:
+                ids = torch.zeros((0, topk), dtype=torch.int64, device=self._device)
+            else:
+                generator = self._generator("zipf", call.data, rank)
+                ids = torch.multinomial(
+                    chances.expand(tokens, -1), topk, replacement=False, generator=generator
+                )
+        else:
+            ids = _routing_of_file(call, rank).to(self._device)
+        weights = self._grid((tokens, topk), 16, "weights", call.data, rank).abs() + 0.125
+        return ids.to(torch.int32), weights
+
+    def inputs(self, call: Call, rank: int) -> Inputs:
+        """Everything that a rank passes to its call."""
+        local = call.experts // len(call.tokens)
+        own = [self.expert(call, rank * local + e) for e in range(local)]
+        bias = padding = None
+        if call.biased:
+            bias = self._grid((call.experts,), 4, "bias", call.data)
+        if call.padded:
+            padding = self._grid((call.tokens[rank],), 2, "padding", call.data, rank) > 0.6
+        return Inputs(
+            self.x(call, rank),
+            self.router(call),
+            torch.stack([w1 for w1, _ in own]),
+            torch.stack([w2 for _, w2 in own]),
+            bias,
+            padding,
+            self.given_routing(call, rank),
+            self.expert(call, -1) if call.shared_inter else None,
+        )
+
+    def judge(self, call: Call, rank: int, given: Inputs, found: MoeResult) -> tuple[float, str]:
+        """Relative error against FP64, and what is wrong ("" if nothing).
+
+        Experts are judged by the router's keys, results by the experts chosen.
+        """
+        problem = _routing_problem(given, call, found)
+        if problem:
+            return float("inf"), problem
+        wanted, size = self._wanted(call, given, found)
+        if wanted.numel() == 0:
+            return 0.0, ""
+        difference = (found.y.double() - wanted).norm(dim=1)
+        tiny = torch.finfo(torch.float64).tiny
+        rows = (difference / size.clamp_min(tiny)).nan_to_num(float("inf"), float("inf"))
+        rows = torch.where((difference == 0) & (size == 0), 0.0, rows)
+        total = float(difference.norm() / wanted.norm().clamp_min(tiny))
+        if float(rows.max()) > TOLERANCE:
+            count, row = int((rows > TOLERANCE).sum()), int(rows.argmax())
+            return total, f"{count} of {len(rows)} rows wrong, row {row} by {float(rows[row]):.3g}"
+        return total, ""
+
+    def _wanted(
+        self, call: Call, given: Inputs, found: MoeResult
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, hidden] float64, and for each row the norm of all that is rounded on its way."""
+        x = given.x.double()
+        y = torch.zeros_like(x)
+        size = y.new_zeros(len(x))
+        ids = found.ids
+        if given.padding is not None:
+            ids = torch.where(given.padding[:, None], -1, ids)
+        for expert in sorted(set(ids.flatten().tolist()) - {-1}):
+            token, choice = (ids == expert).nonzero().unbind(1)
+            weights = [w.double() for w in self.expert(call, int(expert))]
+            rows = reference.run_expert(x[token], *weights)
+            rows = rows * found.weights[token, choice, None].double()
+            y.index_add_(0, token, rows)
+            size.index_add_(0, token, rows.norm(dim=1))
+        if given.shared is not None:
+            rows = reference.run_expert(x, *(w.double() for w in given.shared))
+            y += rows
+            size += rows.norm(dim=1)
+        return y, size + y.norm(dim=1)
+
+
+def _routing_of_file(call: Call, rank: int) -> torch.Tensor:
+    try:
+        ids = torch.tensor(json.loads(Path(call.routing).read_text(encoding="utf-8"))[rank])
+    except (OSError, ValueError, IndexError, TypeError, KeyError) as error:
+        raise ArgumentError(
+            f"routing: got {call.routing!r} ({error}), wanted {', '.join(ROUTINGS)}, zipf:A, or a "
+            "JSON file of [rank][token][k] experts"
+        ) from error
+    wanted = (call.tokens[rank], call.router.topk)
+    if tuple(ids.shape) != wanted:
+        raise ArgumentError(
+            f"routing: got {tuple(ids.shape)} experts for rank {rank}, wanted {wanted}"
+        )
+    reference.check_routing(ids, call.experts)
+    return ids
+
+
+def _routing_problem(given: Inputs, call: Call, found: MoeResult) -> str:
+    """What is wrong with experts, weights or loss ("" if nothing)."""
+    shape = (len(given.x), call.router.topk)
+    if tuple(found.ids.shape) != shape or tuple(found.weights.shape) != shape:
+        return f"routing of {tuple(found.ids.shape)} instead of {shape}"
+    if given.routing is not None:
+        ids, weights = given.routing
+        if not (torch.equal(ids, found.ids) and torch.equal(weights, found.weights)):
+            return "the routing that was given has changed"
+        return ""
+    routed = reference.route(
+        given.x, given.router, call.router, bias=given.bias, padding=given.padding
+    )
+    differs = (routed.ids != found.ids.long()).any(dim=1)
+    if bool(differs.any()):
+        problem = _choice_problem(given, call, found, differs)
+        if problem:
+            return problem
+    # Weights of the experts that were chosen, whichever they are.
+    same = ~differs
+    off = (routed.weights[same] - found.weights[same]).abs()
+    bound = WEIGHT_TOLERANCE * routed.weights[same].abs().clamp_min(1e-3)
+    if bool((off > bound).any()):
+        return f"weights differ by up to {float(off.max()):.3g}"
+    loss, wanted = float(found.aux_loss), float(routed.aux_loss)
+    if not abs(loss - wanted) <= LOSS_TOLERANCE * max(abs(wanted), 1e-3):
+        return f"auxiliary loss {loss:.6g} instead of {wanted:.6g}"
+    return ""
+
+
+def _choice_problem(given: Inputs, call: Call, found: MoeResult, differs: torch.Tensor) -> str:
+    """What is wrong with choices that are not the reference's: only close keys may change places.
+
+    Keys of the chosen experts are compared in order, in FP64.
+    """
+    router = call.router
+    if router.groups > 1 or router.forced or not (router.score_first and given.bias is not None):
+        token = int(differs.to(torch.int32).argmax())
+        return f"token {token} went to experts {found.ids[token].tolist()}, not the reference's"
+    logits = given.x.double() @ given.router.double().t()
+    keys = reference.score_of(logits, router) + given.bias.double()
+    mine = keys.gather(1, found.ids.long().clamp_min(0))
+    best = keys.sort(dim=1, descending=True)[0][:, : router.topk]
+    off = ((mine - best).abs().amax(dim=1) * differs).max()
+    if float(off) > KEY_TOLERANCE:
+        return f"experts were chosen whose keys are {float(off):.3g} too small"
+    return ""
+
+
+def reference_result(call: Call, operands: Operands) -> MoeResult:
+    """The layer of a group of one by plain PyTorch, for tests of the judgement itself."""
+    given = operands.inputs(call, 0)
+    out = reference.moe_layer(
+        given.x, given.router, reference.Experts(given.w1, given.w2), reference_world(),
+        call.router, bias=given.bias, padding=given.padding, routing=given.routing,
+        shared=None if given.shared is None else reference.Experts(*given.shared),
+    )  # fmt: skip
+    return MoeResult(out.y, out.aux_loss, out.ids.to(torch.int32), out.weights)
