@@ -29,8 +29,8 @@ TOKENS = 8192
 # Bytes a thread of sm_90 may spill, and why.
 SPILLS = 96
 SPILL_REASON = (
-    "scalars that a workgroup keeps over a tile (roles, reserved unit, words) do not fit beside the "
-    "sums of a 128 x 256 tile; they are stored and loaded outside the K loops"
+    "scalars that a workgroup keeps over a tile (roles, reserved unit, words) do not fit beside "
+    "the sums of a 128 x 256 tile; they are stored and loaded outside the K loops"
 )
 # (world size, hidden, inter, experts, k, width of the shared expert): of known models, and odd.
 DEEPSEEK_V3 = (8, 7168, 2048, 256, 8, 2048)
