@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from kosmos_moe.memory import MoeLimits
+from kosmos_moe.ops.custom import moe_forward_op
 from kosmos_moe.ops.moe_forward import MoeOptions, MoeResult, moe_forward
 from kosmos_moe.reference import Experts, MoeOutput, moe_layer
 from kosmos_moe.router import RouterOptions
@@ -18,6 +19,7 @@ __all__ = [
     "RouterOptions",
     "__version__",
     "moe_forward",
+    "moe_forward_op",
     "moe_layer",
 ]
 

@@ -1,0 +1,45 @@
+"""Integer handles for what an operator's schema cannot carry: a workspace and a call's choices."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+from kosmos_core.errors import WorkspaceError
+from kosmos_core.workspace import Workspace
+
+_CALLS: dict[int, tuple[weakref.ref[Workspace], Any]] = {}
+_HANDLES: dict[tuple[int, Hashable], int] = {}
+_COUNT = itertools.count()
+
+
+def call_handle(workspace: Workspace, choices: Hashable) -> int:
+    """The handle of (workspace, choices), the same one while the workspace lives."""
+    key = (id(workspace), choices)
+    handle = _HANDLES.get(key)
+    if handle is None:
+        handle = _HANDLES[key] = next(_COUNT)
+
+        def forget(_: object) -> None:
+            _CALLS.pop(_HANDLES.pop(key))
+
+        _CALLS[handle] = (weakref.ref(workspace, forget), choices)
+    return handle
+
+
+def resolve(handle: int) -> tuple[Workspace, Any]:
+    """The workspace and choices of a handle.
+
+    Raises:
+        WorkspaceError: the handle is unknown or its workspace is gone.
+    """
+    entry = _CALLS.get(handle)
+    workspace = None if entry is None else entry[0]()
+    if entry is None or workspace is None:
+        raise WorkspaceError(
+            f"call handle {handle}: its workspace no longer exists; make a new one with "
+            "call_handle()"
+        )
+    return workspace, entry[1]
