@@ -1,4 +1,4 @@
-"""Command line: ``python -m kosmos_moe check|bench ...``."""
+"""Command line: ``python -m kosmos_moe check|explore|bench ...``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-COMMANDS = ("check", "bench")
+COMMANDS = ("check", "explore", "bench")
 
 
 class Commands(click.Group):
@@ -28,7 +28,7 @@ class Commands(click.Group):
 
 @click.group(cls=Commands, no_args_is_help=False)
 def cli() -> None:
-    """MoE layers in one launch: checks and benchmarks."""
+    """MoE layers in one launch: checks, long explorations, benchmarks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
