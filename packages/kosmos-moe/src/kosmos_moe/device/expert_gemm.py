@@ -223,7 +223,7 @@ def down_tile(views, expert, row, col, hidden, inter, CONFIG, T: tl.constexpr):
     N: tl.constexpr = CONFIG.BLOCK_N
     acc = gemm_tile(
         views.a, views.w, 0, row, expert * hidden + col, 0, inter, 0.0, TN, M, N, CONFIG.BLOCK_K,
-        CONFIG.STAGES, CONFIG.EVEN_I, True, T,
+        CONFIG.STAGES, CONFIG.EVEN_I, True, True, T,
     )  # fmt: skip
     store_accumulator(views.out, 0, row, col, acc, M, N, 1, T)
 

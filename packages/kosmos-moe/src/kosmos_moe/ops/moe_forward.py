@@ -13,11 +13,11 @@ from kosmos_core.arguments import (
     SHAPE,
     WORKSPACE,
     Rejected,
+    TellingPeers,
     check_tensor,
     chosen_options,
     dense,
     reject,
-    telling_peers,
 )
 from kosmos_core.errors import ArgumentError, WorkspaceError
 
@@ -125,7 +125,7 @@ def moe_forward(
         raise ArgumentError(
             f"workspace: got {type(workspace).__name__}, wanted the MoEWorkspace of the group"
         )
-    with telling_peers(workspace, lambda: "moe_forward"):
+    with TellingPeers(workspace, lambda: "moe_forward"):
         options = chosen_options(MoeOptions, options, choices)
         try:
             workspace.ensure_usable()
