@@ -102,8 +102,9 @@ def env(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def demo(session: nox.Session) -> None:
-    """Show a fused kernel at work."""
-    run_in_env(session, "-m", "kosmos_tpsp", "demo", *session.posargs)
+    """Train a small model on the fused layers, and show their workgroups."""
+    command = ("-m", "integration.training", "--fresh", "--timeline", "--out", "kosmos-demo")
+    run_in_env(session, *command, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])

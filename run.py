@@ -1,6 +1,6 @@
 """Runs the project on a machine that has only Python 3.10 or newer, its venv module and git.
 
-    python3 run.py demo     show a fused kernel at work
+    python3 run.py demo     train a small model on the fused layers, with or without GPUs
     python3 run.py tests    lint, types, compile guard, and every test that needs no GPU
     python3 run.py NAME     another session, for example: python3 run.py docs
     python3 run.py ...      options go to nox, for example: python3 run.py --list

@@ -73,6 +73,16 @@ def test_the_picture_shows_each_role_in_its_colour(tmp_path: Path) -> None:
     assert not (pixels == unused).all(-1).any()
 
 
+def test_marks_stand_above_the_lanes(tmp_path: Path) -> None:
+    pixels = []
+    for name, marks in (("without", ()), ("with", [(1000, "first"), (5000, "second")])):
+        draw_timeline(SPANS, tmp_path / f"{name}.png", "title", marks=marks)
+        image = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255)
+        pixels.append(int((image == (0x5B, 0x66, 0x73)).all(-1).sum()))
+    assert pixels[0] == 0
+    assert pixels[1] > 20
+
+
 def test_many_workgroups_are_thinned_out_alike_among_movers_and_builders() -> None:
     by_wg = {
         (0, wg): [Span(0, wg, "move" if wg % 4 == 3 else "build", 0, 0, 1)] for wg in range(128)

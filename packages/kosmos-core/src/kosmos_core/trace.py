@@ -107,7 +107,12 @@ def role_switches(spans: Sequence[Span]) -> dict[tuple[int, int], int]:
 
 
 def draw_timeline(
-    spans: Sequence[Span], path: str | Path, title: str, max_wgs: int = 24, clock: str = "device"
+    spans: Sequence[Span],
+    path: str | Path,
+    title: str,
+    max_wgs: int = 24,
+    clock: str = "device",
+    marks: Sequence[tuple[int, str]] = (),
 ) -> None:
     """Draws a lane a workgroup, coloured by role (as the paper's Figure 4), and counts of roles.
 
@@ -117,6 +122,7 @@ def draw_timeline(
         title: heading.
         max_wgs: lanes a rank; of more workgroups, movers and builders are thinned out evenly.
         clock: what the time axis is called by: "device" or "simulated".
+        marks: (device time, text) above the lanes, such as where calls begin.
 
     Raises:
         ValueError: there are no spans.
@@ -153,12 +159,17 @@ def draw_timeline(
         axis.spines[:].set_visible(False)
         axis.tick_params(bottom=False)
         axis.set_facecolor("#f6f6f6")
+    for time_ns, text in marks:
+        axes[0, 0].annotate(
+            text, ((time_ns - start) / 1000, 1), xycoords=("data", "axes fraction"),
+            xytext=(0, 3), textcoords="offset points", fontsize=9, color="#5b6673",
+        )  # fmt: skip
     _draw_counts(axes[-1, 0], spans, start)
     axes[-1, 0].set_xlim(0, length)
     axes[-1, 0].set_xlabel(f"microseconds of {clock} time")
     used = [kind for kind in COLOURS if any(s.kind == kind for s in spans)]
     handles = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in used]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(used), frameon=False)
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(used), frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.savefig(path, dpi=140)
     plt.close(figure)

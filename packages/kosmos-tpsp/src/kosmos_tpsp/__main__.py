@@ -1,4 +1,4 @@
-"""Command line: ``python -m kosmos_tpsp check|explore|bench|demo ...``."""
+"""Command line: ``python -m kosmos_tpsp check|explore|bench ...``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import click
 
-COMMANDS = ("check", "explore", "bench", "demo")
+from kosmos_tpsp.cli.entry import run_command
+
+COMMANDS = ("check", "explore", "bench")
 
 
 class Commands(click.Group):
@@ -34,7 +36,7 @@ class Commands(click.Group):
 
 @click.group(cls=Commands, no_args_is_help=False)
 def cli() -> None:
-    """Fused tensor- and sequence-parallel operations: checks, benchmarks, a demonstration."""
+    """Fused tensor- and sequence-parallel operations: checks and benchmarks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,20 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: the command's, or 2 with one line on standard error for bad arguments.
     """
-    try:
-        status = cli.main(
-            list(sys.argv[1:] if argv is None else argv),
-            prog_name="kosmos_tpsp",
-            standalone_mode=False,
-        )
-    except click.ClickException as error:
-        text = " ".join(error.format_message().split())
-        hint = " see --help" if text == "Missing command." else ""
-        click.echo(f"error: {text}{hint}", err=True)
-        return 2
-    except click.Abort:
-        return 130
-    return status if isinstance(status, int) else 0
+    return run_command(cli, "kosmos_tpsp", argv)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class LinearCall:
         cap: most workgroups that a call uses; None for all.
         main_grad: add weight gradients into `weight.main_grad` where the weight has one in FP32.
         force: run fused although a plan would decline for speed.
+        traced: record what workgroups do into the workspace's trace buffer.
 
     Raises:
         ArgumentError: a choice is not of its type or range.
@@ -46,16 +47,21 @@ class LinearCall:
         cap: int | None = None,
         main_grad: bool = True,
         force: bool = False,
+        traced: bool = False,
     ) -> None:
         if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 2):
             raise ArgumentError(
                 f"cap: got {cap!r}, wanted at least 2 workgroups (a mover beside a builder) or None"
             )
-        for name, value in (("main_grad", main_grad), ("force", force)):
+        for name, value in (
+            ("main_grad", main_grad),
+            ("force", force),
+            ("traced", traced),
+        ):
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name}: got {value!r}, wanted True or False")
         self.workspace = workspace
-        self.options = LinearOptions(cap=cap, main_grad=main_grad, force=force)
+        self.options = LinearOptions(cap=cap, main_grad=main_grad, force=force, traced=traced)
         self.size = workspace.world.size
         self.handle = call_handle(workspace, self.options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -155,6 +156,9 @@ class TpSpWorkspace(Workspace):
     Raises:
         WorkspaceError: a size is not positive, a transport is unknown, or the ranks differ in
             anything but `machine` and `trace_events`; on every rank, before memory is shared.
+
+    Attributes:
+        launches: fused launches so far, by operation.
     """
 
     def __init__(
@@ -202,6 +206,7 @@ class TpSpWorkspace(Workspace):
             reduce_transports, self.transports, self.machine
         )
         self.prepared: dict[Hashable, Any] = {}
+        self.launches: Counter[str] = Counter()
         self.partials: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
         self._calls_without_rows = 0

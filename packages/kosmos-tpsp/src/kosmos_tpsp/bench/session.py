@@ -40,16 +40,21 @@ HOST_SHAPE = (512, 256, 1024)
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The default group of this process on a GPU of its own: torchrun's, else a group of one."""
+    """The default group of this process on a GPU of its own: torchrun's, else a group of one.
+
+    Where there is no GPU the ranks of torchrun meet on the CPU.
+    """
     # Collectives without NVLink multicast, as docs/benchmarking.md says, unless asked for.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    device = torch.device("cuda", torch.cuda.current_device())
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl", device_id=device)
-    else:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", torch.cuda.current_device())
+        options = {"backend": "nccl", "device_id": device}
+    if "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+        options |= {"store": store, "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
     yield
     # Not after an exception: this rank's peers may be anywhere, and nobody would end the wait.
     dist.destroy_process_group()

@@ -84,9 +84,7 @@ def bench(
     cases, ordered = _cases(op, shapes, layout, order_ablation)
     _check_outputs(json_path, png_path)
     if not torch.cuda.is_available():
-        raise click.UsageError(
-            "bench: no GPU is visible; it measures GPUs (demo and check run anywhere)"
-        )
+        raise click.UsageError("bench: no GPU is visible; it measures GPUs (check runs anywhere)")
     settings = replace(QUICK if quick else Settings(), seed=seed)
     if rounds is not None:
         settings = replace(settings, rounds=rounds)

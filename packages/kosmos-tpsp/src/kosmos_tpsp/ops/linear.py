@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,36 +31,42 @@ class LinearOptions:
         main_grad: add weight gradients into the weight's `main_grad` where it has one in FP32 and
             aligned to 16 bytes.
         force: run fused although a plan would decline for speed.
+        traced: record role spans into the workspace's trace buffer.
     """
 
     cap: int | None = None
     main_grad: bool = True
     force: bool = False
+    traced: bool = False
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return {"cap": self.cap, "force": self.force, "traced": self.traced}
 
     @cached_property
     def gather(self) -> AgGemmOptions:
         """Choices of the column layer's forward."""
-        return AgGemmOptions(layout="tn", cap=self.cap, force=self.force)
+        return AgGemmOptions(layout="tn", **self._shared)
 
     @cached_property
     def gather_back(self) -> AgGemmOptions:
         """Choices of the row layer's backward, whose gathered dY the weight gradient needs."""
-        return AgGemmOptions(layout="nn", keep_gathered=True, cap=self.cap, force=self.force)
+        return AgGemmOptions(layout="nn", keep_gathered=True, **self._shared)
 
     @cached_property
     def gather_only(self) -> AgGemmOptions:
         """Choices of the row layer's backward where the weight is frozen."""
-        return AgGemmOptions(layout="nn", keep_gathered=False, cap=self.cap, force=self.force)
+        return AgGemmOptions(layout="nn", keep_gathered=False, **self._shared)
 
     @cached_property
     def column_back(self) -> BulkColumnOptions:
         """Choices of the column layer's backward."""
-        return BulkColumnOptions(cap=self.cap, force=self.force)
+        return BulkColumnOptions(**self._shared)
 
     @cached_property
     def scatter(self) -> GemmRsOptions:
         """Choices of the row layer's forward."""
-        return GemmRsOptions(cap=self.cap, force=self.force)
+        return GemmRsOptions(**self._shared)
 
 
 def column_backward(
@@ -99,7 +105,7 @@ def column_backward(
         )
     main_grad = _main_grad(w, workspace, options)
     if not needs_dx:
-        return None, _weight_grad(dy, _gather(x, workspace), w, main_grad)
+        return None, weight_grad(dy, _gather(x, workspace), w, main_grad)
     dy = validate.dense(dy)  # once for both launches
     dx_shard, dw = bulk_column(
         x, dy, w, workspace, main_grad=main_grad, options=options.column_back
@@ -139,9 +145,9 @@ def row_backward(
         return (dx[0] if isinstance(dx, tuple) else dx), None
     main_grad = _main_grad(w, workspace, options)
     if not needs_dx:
-        return None, _weight_grad(_gather(dy, workspace), x, w, main_grad)
+        return None, weight_grad(_gather(dy, workspace), x, w, main_grad)
     dx, gathered = ag_gemm(dy, w, workspace, options=options.gather_back)
-    return dx, _weight_grad(gathered, x, w, main_grad)
+    return dx, weight_grad(gathered, x, w, main_grad)
 
 
 def refuse(
@@ -178,7 +184,7 @@ def _main_grad(
     return found
 
 
-def _weight_grad(
+def weight_grad(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, main_grad: torch.Tensor | None
 ) -> torch.Tensor:
     """dY^T X [k, n] by the vendor's GEMM; into main_grad, unrounded, where there is one."""

@@ -233,6 +233,7 @@ def launch_all(
         # The second launch is made even if the first has failed by now: it leaves NaN.
         workspace.begin(call.label, args[CALL_HASH], checks=i == 0)
         world.launch(kernel, plan.cap, args, key, num_warps=warps, num_stages=stages)
+        workspace.launches[kernel.__name__.removesuffix("_kernel")] += 1
 
 
 def shown_call(op: str, *operands: object) -> str:

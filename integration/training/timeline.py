@@ -1,0 +1,136 @@
+"""What the workgroups of all ranks do in one training step: a trace and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from kosmos_core.trace import Span, decode, draw_timeline, role_switches, save_perfetto
+from kosmos_core.worlds import World
+from kosmos_heuristics import Machine, load_machine
+from kosmos_tpsp import TpSpWorkspace
+
+from integration.training.linears import KosmosLinears
+from integration.training.trainer import Job, Trainer
+
+VIEWER = "https://ui.perfetto.dev"
+EVENTS = 4096  # that a workgroup may record
+# Workgroups of a virtual rank: some movers, more builders.
+WGS = 8
+# The tiles are far smaller than a GPU's; rates are scaled down with them, so that a tile and a move
+# take as long beside a flag as they do there.
+COST: dict[str, Any] = {"local_gbps": 50.0, "remote_gbps": 0.7, "tflops": 0.012}
+MOST_LANES = 64  # that a picture has room for
+
+
+class RecordingWorkspace(TpSpWorkspace):
+    """A workspace that keeps the names of the operations launched on it, in their order."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.operations: list[str] = []
+        super().__init__(*args, **options)
+
+    def begin(self, op: str, call_hash: int, *, checks: bool = True) -> None:
+        """See `Workspace.begin`."""
+        self.operations.append(op.split()[0])
+        super().begin(op, call_hash, checks=checks)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One rank's part of a traced step.
+
+    Attributes:
+        spans: what its workgroups did, by its own clock.
+        operations: launched, in their order.
+        lost: spans that did not fit into the trace.
+    """
+
+    spans: tuple[Span, ...]
+    operations: tuple[str, ...]
+    lost: int
+
+
+def executor_machine() -> Machine:
+    """The executor's machine model with as many workgroups as the traced ranks have."""
+    return replace(load_machine("executor"), num_wgs=WGS)
+
+
+def trace_step(job: Job, world: World, machine: Machine | None = None) -> Traced:
+    """Forward and backward of one block's first step. Collective.
+
+    Args:
+        job: what is trained; the trace is of a model with one of its blocks.
+        world: where fused kernels run.
+        machine: for the plans; None takes the world's.
+    """
+    job = replace(job, preset=job.preset.with_layers(1))
+    sizes = job.preset.sizes
+    with RecordingWorkspace(
+        world, sizes.tokens, sizes.hidden, machine=machine, trace_events=EVENTS
+    ) as workspace:
+        linears = KosmosLinears(workspace, traced=True)
+        trainer = Trainer(job, linears, world, torch.bfloat16, world.device)
+        if world.device.type == "cuda":
+            # The first step compiles, which is nothing to look at.
+            trainer.gradients(0)
+            workspace.synchronize()
+            workspace.trace_buffer.zero_()
+            workspace.operations.clear()
+        world.barrier()
+        trainer.gradients(0)
+        workspace.synchronize()
+        counts = workspace.trace_buffer.view(-1, len(workspace.trace_buffer) // world.num_wgs)[:, 0]
+        return Traced(
+            tuple(decode(workspace.trace_buffer, EVENTS, world.rank)),
+            tuple(workspace.operations),
+            int((counts - EVENTS).clamp(min=0).sum()),
+        )
+
+
+def show(ranks: Sequence[Traced], folder: Path, *, simulated: bool) -> list[str]:
+    """Writes trace and picture; returns lines that say what is in them.
+
+    Args:
+        ranks: of all ranks.
+        folder: where the files go.
+        simulated: whether all ranks have one clock, of simulated time.
+    """
+    spans = [s for rank in ranks for s in (rank.spans if simulated else _from_zero(rank.spans))]
+    trace, picture = folder / "trace.json", folder / "timeline.png"
+    save_perfetto(spans, trace)
+    operations = ranks[0].operations
+    draw_timeline(
+        [s for s in spans if s.kind != "call"],
+        picture,
+        f"One training step of one block on {len(ranks)} ranks: every launch moves and builds",
+        max_wgs=min(24, MOST_LANES // len(ranks)),
+        clock="simulated" if simulated else "device",
+        marks=list(zip(_beginnings(spans), operations, strict=False)),
+    )
+    switched = sum(n > 0 for n in role_switches(spans).values())
+    lines = [
+        f"timeline: one block, forward and backward: {len(operations)} launches a rank; {switched} "
+        f"of {len(role_switches(spans))} workgroups changed their role: {picture.resolve()}"
+    ]
+    lost = sum(rank.lost for rank in ranks)
+    if lost:
+        lines.append(f"{lost} spans did not fit into the trace")
+    if simulated:
+        lines.append("          times in it are simulated and predict nothing")
+    lines.append(f"trace:    {trace.resolve()}  (open it at {VIEWER})")
+    return lines
+
+
+def _beginnings(spans: Sequence[Span]) -> list[int]:
+    """When each launch began, as the first workgroup of rank 0 saw it."""
+    return sorted(s.begin_ns for s in spans if s.kind == "call" and (s.rank, s.wg) == (0, 0))
+
+
+def _from_zero(spans: Sequence[Span]) -> list[Span]:
+    """The same spans with time counted from the first of them: clocks of GPUs need not agree."""
+    start = min((s.begin_ns for s in spans), default=0)
+    return [replace(s, begin_ns=s.begin_ns - start, end_ns=s.end_ns - start) for s in spans]
