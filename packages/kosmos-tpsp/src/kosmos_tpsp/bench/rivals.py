@@ -3,6 +3,9 @@
 `plain`: NCCL and cuBLAS one after the other. `overlapped`: the same, but the two collectives of the
 column-parallel backward run beside its GEMMs, as Megatron-core has them. `async_tp`: torch's fused
 ops of symmetric memory where there is one.
+
+All of them add weight gradients into an FP32 `main_grad` of the weight within the GEMM where there
+is one, as the layers do.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kosmos_tpsp.modules import ParallelLinear
+from kosmos_tpsp.ops.linear import weight_grad
 
 Linear = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
@@ -33,6 +37,11 @@ def scattered(x: torch.Tensor, group: dist.ProcessGroup, wait: bool = True) -> A
     return out if wait else (out, work)
 
 
+def _weight_grad(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """dY^T X, or a stand-in where it went into main_grad."""
+    return weight_grad(dy, x, w, getattr(w, "main_grad", None))
+
+
 class _PlainColumn(torch.autograd.Function):
     """Gathers, then multiplies."""
 
@@ -47,7 +56,7 @@ class _PlainColumn(torch.autograd.Function):
         x, w = ctx.saved_tensors
         every = gathered(x, ctx.group)
         dx = scattered(dy @ w, ctx.group)
-        return dx, dy.t() @ every, None
+        return dx, _weight_grad(dy, every, w), None
 
 
 class _PlainRow(torch.autograd.Function):
@@ -63,7 +72,7 @@ class _PlainRow(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
         every = gathered(dy, ctx.group)
-        return every @ w, every.t() @ x, None
+        return every @ w, _weight_grad(every, x, w), None
 
 
 class _OverlappedColumn(_PlainColumn):
@@ -76,7 +85,7 @@ class _OverlappedColumn(_PlainColumn):
         dx = dy @ w
         gather.wait()
         shard, scatter = scattered(dx, ctx.group, wait=False)
-        dw = dy.t() @ every
+        dw = _weight_grad(dy, every, w)
         scatter.wait()
         return shard, dw, None
 
@@ -96,7 +105,7 @@ class _AsyncColumn(torch.autograd.Function):
         every, gather = gathered(x, ctx.group, wait=False)
         dx = _matmul_scatter(dy.contiguous(), w, ctx.group)
         gather.wait()
-        return dx, dy.t() @ every, None
+        return dx, _weight_grad(dy, every, w), None
 
 
 class _AsyncRow(torch.autograd.Function):
@@ -112,7 +121,7 @@ class _AsyncRow(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
         every, dx = _gather_matmul(dy, w, ctx.group)
-        return dx, every.t() @ x, None
+        return dx, _weight_grad(every, x, w), None
 
 
 def _gather_matmul(
