@@ -139,11 +139,12 @@ def test_with_gpus_it_starts_itself_under_torchrun(
 def test_processes_without_gpus_train_by_the_plain_path(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = ["--nproc-per-node", "2", "-m", "integration.training"]
-    options = ["--world", "group", "--layers", "1", "--steps", "3", "--verify"]
+    options = ["--world", "group", "--layers", "1", "--steps", "3", "--verify", "--timeline"]
     command = [*launcher, *run, "--", *options, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
+    assert done.stdout.count("no timeline: no GPU is visible") == 1
     assert report["machine"]["ranks"] == 2
     assert report["summary"]["compared_steps"] == 3
     assert report["launches"] == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from kosmos_core.testing.bench import environment
 from kosmos_core.worlds import World, cpu_world, group_world
 from kosmos_tpsp.bench.report import console
@@ -41,17 +40,21 @@ def on_group(plan: Plan, out: Path) -> bool:
     """Trains on this process's GPU, or on the CPU by the plain path where there is none."""
     with process_group():
         world = group_world()
-        with Screen(console(), plan) as screen:
+        with Screen(console(), plan, drawn=world.rank == 0) as screen:
             outcome = train(plan, world, screen)
         about = environment(world)
         right = _agreed(world, outcome)
-        if dist.get_rank() == 0:
+        said: list[str] = []
+        if world.rank == 0:
             _finish(plan, outcome, world.size, about, out, screen)
         if plan.timeline and world.fused:
             traced = world.all_gather_object(timeline.trace_step(plan.job, world))
-            if dist.get_rank() == 0:
-                for text in timeline.show(traced, out, simulated=False):
-                    screen.say(text)
+            if world.rank == 0:
+                said = timeline.show(traced, out, simulated=False)
+        elif plan.timeline and world.rank == 0:
+            said = [f"no timeline: {world.why_not_fused}, so that no fused kernel runs"]
+        for text in said:
+            screen.say(text)
     return right
 
 

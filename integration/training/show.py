@@ -22,9 +22,10 @@ class Screen:
     Args:
         console: to print on.
         plan: the run.
+        drawn: whether there is a bar; of several processes at one terminal only one has it.
     """
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, plan: Plan, *, drawn: bool = True) -> None:
         self._console = console
         self._plan = plan
         self._bar = Progress(
@@ -33,7 +34,7 @@ class Screen:
             TextColumn("step {task.completed:.0f} of {task.total:.0f}  {task.fields[figures]}"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (drawn and console.is_terminal),
         )
         self._task: TaskID | None = None
         self._name = ""
