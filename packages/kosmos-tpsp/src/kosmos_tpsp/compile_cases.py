@@ -162,6 +162,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         variants: list[tuple[dict[str, Any], int, int]] = [
             *(({"SPLIT_K": split}, world, 0) for split in (1, 2, 4) for world in (1, 2, 8)),
             ({"POLICY": FIXED}, 8, 0),
+            *(({"POLICY": TWO_WAY}, world, 0) for world in (2, 8)),
             ({"PHASE": BUILD_ONLY}, 2, 0),
             *(({"PHASE": REDUCE_ONLY}, world, 0) for world in (2, 4, 8)),
             ({"ORDER": 1}, 2, 0),

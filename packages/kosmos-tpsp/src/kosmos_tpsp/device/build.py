@@ -140,6 +140,77 @@ def store_output(
 
 
 @triton.jit
+def build_whole(
+    job,
+    ctx,
+    call,
+    standing,
+    state,
+    first,
+    past,
+    step,
+    CONFIG,
+    LOCATE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SUM: tl.constexpr,
+    AFTER: tl.constexpr,
+):
+    """Builds the whole tiles of a claim; arguments as `build_tiles`. Returns (standing, state)."""
+    # Multiplying and storing stand in no branch, so that a store overlaps the next tile.
+    for place in tl.range(first, past, step):
+        tile = LOCATE(job, ctx, call, place, CONFIG)
+        standing, state = BEFORE(job, ctx, call, standing, state, tile, CONFIG)
+        begin = trace_begin(ctx)
+        # An empty row block has nothing to read, and its store ends outside the chunk.
+        k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows, job.k, 0)
+        acc = SUM(job, ctx, call, standing, tile, 0, k_end, CONFIG)
+        state = AFTER(job, ctx, call, standing, state, tile, acc, CONFIG)
+        trace_end(ctx, BUILD, place, begin)
+    return standing, state
+
+
+@triton.jit
+def num_whole(tiles, split_tiles, CONFIG):
+    """Tiles of the queue that are not split: the first ones."""
+    whole = tiles
+    if CONFIG.SPLIT_K > 1:
+        whole = tl.maximum(tiles - split_tiles, 0)
+    return whole
+
+
+@triton.jit
+def build_claim(
+    job,
+    ctx,
+    call,
+    standing,
+    state,
+    tiles,
+    builders,
+    split_tiles,
+    CONFIG,
+    LOCATE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SUM: tl.constexpr,
+    AFTER: tl.constexpr,
+):
+    """Claims whole tiles once and builds them; arguments as `build_tiles`.
+
+    For a mover that has nothing to move. Returns (standing, state, whether there were any).
+    """
+    whole = num_whole(tiles, split_tiles, CONFIG)
+    index, past, step, _ = claim_tiles(
+        call.set_ptr + TILE_QUEUE, tl.program_id(0) % CONFIG.XCDS, whole, builders, CONFIG.XCDS,
+        CONFIG.XCD_RUN, CONFIG.CLAIM_RUN,
+    )  # fmt: skip
+    if index < whole:
+        standing, state = build_whole(
+            job, ctx, call, standing, state, index, past, step, CONFIG, LOCATE, BEFORE, SUM, AFTER
+        )
+    return standing, state, index < whole
+
+
+@triton.jit
 def build_tiles(
     job,
     ctx,
@@ -171,25 +242,16 @@ def build_tiles(
     AFTER: (job, ctx, call, standing, state, tile, acc, CONFIG) disposes of a complete tile; of an
         empty one, too, where tiles are whole. Returns the state.
     """
-    whole = tiles
-    if CONFIG.SPLIT_K > 1:
-        whole = tl.maximum(tiles - split_tiles, 0)
+    whole = num_whole(tiles, split_tiles, CONFIG)
     heads_ptr = call.set_ptr + TILE_QUEUE
     bucket = tl.program_id(0) % CONFIG.XCDS
     index, past, step, bucket = claim_tiles(
         heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
     )
     while index < whole:
-        # Multiplying and storing stand in no branch, so that a store overlaps the next tile.
-        for place in tl.range(index, past, step):
-            tile = LOCATE(job, ctx, call, place, CONFIG)
-            standing, state = BEFORE(job, ctx, call, standing, state, tile, CONFIG)
-            begin = trace_begin(ctx)
-            # An empty row block has nothing to read, and its store ends outside the chunk.
-            k_end = tl.where(tile.row_block * CONFIG.BLOCK_M < job.grid.chunk_rows, job.k, 0)
-            acc = SUM(job, ctx, call, standing, tile, 0, k_end, CONFIG)
-            state = AFTER(job, ctx, call, standing, state, tile, acc, CONFIG)
-            trace_end(ctx, BUILD, place, begin)
+        standing, state = build_whole(
+            job, ctx, call, standing, state, index, past, step, CONFIG, LOCATE, BEFORE, SUM, AFTER
+        )
         index, past, step, bucket = claim_tiles(
             heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN
         )

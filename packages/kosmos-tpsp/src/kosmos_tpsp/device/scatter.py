@@ -23,7 +23,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from kosmos_core.device.barrier import start_hold
-from kosmos_core.device.flags import flag_arrive, flag_wait
+from kosmos_core.device.flags import flag_arrive, flag_read, flag_wait
 from kosmos_core.device.layout import (
     ARRIVAL,
     FLAG_ARRIVAL,
@@ -42,7 +42,7 @@ from kosmos_core.device.target import NVIDIA, fence_async_proxy, matrix_view
 from kosmos_core.device.tiles import Grid, num_scattered_tiles, scattered_tile
 from kosmos_core.device.trace import REDUCE, WAIT, trace_begin, trace_end
 
-from kosmos_tpsp.device.build import build_tiles, store_output, tile_sum, view_weights
+from kosmos_tpsp.device.build import build_claim, build_tiles, store_output, tile_sum, view_weights
 from kosmos_tpsp.device.config import REDUCE_ONLY, ScatterOperands
 
 
@@ -56,7 +56,10 @@ class ScatteredJob(NamedTuple):
         k: contraction.
         own: view of this rank's part of the contraction, a chunk an owner.
         weights: view of the weights.
-        views: where each owner's rows go (`owner_views`).
+        views: where each owner's rows go (`owner_views`); or one, of the staging region.
+        tiles: indices of the queue.
+        split_tiles: the last of them, which are built in parts.
+        builders: workgroups that begin as builders.
     """
 
     ops: ScatterOperands
@@ -66,6 +69,9 @@ class ScatteredJob(NamedTuple):
     own: tl.tensor
     weights: tl.tensor
     views: tuple[tl.tensor, ...]
+    tiles: tl.tensor
+    split_tiles: tl.tensor
+    builders: tl.tensor
 
 
 @triton.jit
@@ -180,19 +186,53 @@ def send_tile(job, ctx, call, standing, sent, tile, acc, CONFIG):
 
 
 @triton.jit
-def build_and_send(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
-    """A builder: tiles in queue order until none is left, each sent to the owner of its rows."""
-    T: tl.constexpr = ctx.TARGET
-    own = matrix_view(ops.x_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
-    weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
-    views = owner_views(ops, ctx, grid, n, CONFIG)
+def scattered_job(ops, ctx, views, grid, n, k, builders, split_tiles, CONFIG):
+    """What the builders of one call work on; `views` are of where the tiles go."""
+    own = matrix_view(
+        ops.x_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, ctx.TARGET
+    )
+    weights = view_weights(ops.w_ptr, n, k, CONFIG, ctx.TARGET)
     tiles = num_scattered_tiles(grid, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
-    job = ScatteredJob(ops, grid, n, k, own, weights, views)
+    return ScatteredJob(ops, grid, n, k, own, weights, views, tiles, split_tiles, builders)
+
+
+@triton.jit
+def build_and_send(job, ctx, call, standing, CONFIG):
+    """A builder: tiles in queue order until none is left, each sent to the owner of its rows."""
     standing, sent = build_tiles(
-        job, ctx, call, standing, tiles * 0 - 1, tiles, builders, split_tiles, CONFIG,
-        locate, hold_owner, multiply, send_tile,
+        job, ctx, call, standing, job.tiles * 0 - 1, job.tiles, job.builders, job.split_tiles,
+        CONFIG, locate, hold_owner, multiply, send_tile,
     )  # fmt: skip
     count_sent(ctx, call, sent)
+    return standing
+
+
+@triton.jit
+def num_late(ctx, call, grid, tile_row, CONFIG):
+    """Sources that have not sent all of a tile row of the own chunk yet, as of one look."""
+    words_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+    wanted = tiles_of_row(grid, tile_row, CONFIG)
+    late = wanted * 0
+    for source in range(ctx.WORLD):
+        seen = flag_read(words_ptr + source * ctx.MAX_ROWS + tile_row, "sys")
+        late += (seen < wanted).to(tl.int32)
+    return late
+
+
+@triton.jit
+def send_meanwhile(job, ctx, call, standing, tile_row, CONFIG):
+    """Two-way: builds and sends tiles while a tile row is missing and whole tiles are left.
+
+    Each is counted at once: its owner may wait for it while this workgroup waits for others.
+    """
+    more = job.tiles > 0
+    while more & (num_late(ctx, call, job.grid, tile_row, CONFIG) > 0):
+        fence_async_proxy(ctx.TARGET)
+        standing, sent, more = build_claim(
+            job, ctx, call, standing, job.tiles * 0 - 1, job.tiles, job.builders, job.split_tiles,
+            CONFIG, locate, hold_owner, multiply, send_tile,
+        )  # fmt: skip
+        count_sent(ctx, call, sent)
     return standing
 
 
@@ -264,12 +304,15 @@ def await_all_partials(ctx, call, standing, grid, CONFIG):
 
 
 @triton.jit
-def add_up(ops, ctx, call, standing, grid, n, CONFIG, AWAIT: tl.constexpr, SOURCES: tl.constexpr):
+def add_up(
+    ops, ctx, call, standing, grid, n, CONFIG, AWAIT: tl.constexpr, SOURCES: tl.constexpr, job=None
+):
     """A mover: units of the own chunk in queue order until none is left.
 
     AWAIT: (ctx, call, standing, grid, tile_row, CONFIG) waits for a tile row at all sources.
     SOURCES: (ops, ctx, call, chunk, CONFIG) gives the address of the own chunk at each of them, in
         rank order; a chunk has `chunk` elements.
+    job: tiles that it builds while rows are missing, with two-way roles.
     """
     ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
     units = grid.tile_rows * CONFIG.SLICES
@@ -286,6 +329,8 @@ def add_up(ops, ctx, call, standing, grid, n, CONFIG, AWAIT: tl.constexpr, SOURC
             elements = tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0) * n
             # Units are claimed in order, and neighbours share a tile row.
             if tile_row != ready:
+                if job is not None:
+                    standing = send_meanwhile(job, ctx, call, standing, tile_row, CONFIG)
                 begin = trace_begin(ctx)
                 standing = AWAIT(ctx, call, standing, grid, tile_row, CONFIG)
                 trace_end(ctx, WAIT, tile_row, begin)

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from kosmos_core.device.barrier import start_hold, start_hold_all
+from kosmos_core.device.flags import start_word_of
 from kosmos_core.device.layout import (
     EXTENT_ELEMENTS,
     PHASE_REDUCE,
@@ -41,13 +42,13 @@ from kosmos_core.device.layout import (
 )
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.sentinel import data_add, poison
-from kosmos_core.device.target import matrix_view
-from kosmos_core.device.tiles import ROW_MAJOR, num_scattered_tiles
+from kosmos_core.device.sentinel import data_add, num_missing, poison, poll_sources
+from kosmos_core.device.target import fence_async_proxy, matrix_view
+from kosmos_core.device.tiles import ROW_MAJOR
 from kosmos_core.device.trace import REDUCE, trace_begin, trace_end
 
-from kosmos_tpsp.device.build import build_tiles, store_output, view_weights
-from kosmos_tpsp.device.scatter import ScatteredJob, locate, multiply
+from kosmos_tpsp.device.build import build_claim, build_tiles, store_output
+from kosmos_tpsp.device.scatter import locate, multiply
 
 POISON_STEPS = tl.constexpr(8)  # of REDUCE_ELEMENTS each, for a claim
 
@@ -126,19 +127,19 @@ def stage_tile(job, ctx, call, standing, state, tile, acc, CONFIG):
 
 
 @triton.jit
-def build_and_stage(ops, ctx, call, standing, stage, grid, n, k, builders, split_tiles, CONFIG):
-    """A builder: tiles in queue order until none is left, each stored in the staging region."""
-    T: tl.constexpr = ctx.TARGET
-    own = matrix_view(ops.x_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
-    staged = matrix_view(
+def staging_view(ctx, call, stage, grid, n, CONFIG):
+    """The half that this call fills, a chunk an owner."""
+    return matrix_view(
         peer_ptr(ctx, STAGING + stage.half, call.rank, tl.int16), ctx.WORLD, grid.chunk_rows, n,
-        CONFIG.BLOCK_M, CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, T,
+        CONFIG.BLOCK_M, CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, ctx.TARGET,
     )  # fmt: skip
-    weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
-    tiles = num_scattered_tiles(grid, ctx.WORLD, CONFIG.TILE_ROW_ROWS, CONFIG.BLOCK_M)
-    job = ScatteredJob(ops, grid, n, k, own, weights, (staged,))
+
+
+@triton.jit
+def build_and_stage(job, ctx, call, standing, CONFIG):
+    """A builder: tiles in queue order until none is left, each stored in the staging region."""
     standing, _ = build_tiles(
-        job, ctx, call, standing, tiles * 0, tiles, builders, split_tiles, CONFIG,
+        job, ctx, call, standing, job.tiles * 0, job.tiles, job.builders, job.split_tiles, CONFIG,
         locate, hold_nothing, multiply, stage_tile,
     )  # fmt: skip
     return standing
@@ -163,6 +164,15 @@ def unit_place(unit, grid, n, ROWS: tl.constexpr, COLS: tl.constexpr, CONFIG):
 
 
 @triton.jit
+def unit_elements(grid, n, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Offsets of a unit's elements from its first one, and which of them are in the own chunk."""
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    inside = (row + rows < grid.chunk_rows)[:, None] & (col + cols < n)[None, :]
+    return rows[:, None] * n + cols[None, :], inside
+
+
+@triton.jit
 def pull_unit(
     ctx, call, standing, stage, grid, n, row, col, unit, ROWS: tl.constexpr, COLS: tl.constexpr,
     CONFIG,
@@ -173,10 +183,7 @@ def pull_unit(
     """
     # [ROWS, COLS] fp32
     total = tl.zeros([ROWS, COLS], tl.float32)
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, COLS)
-    offsets = rows[:, None] * n + cols[None, :]
-    inside = (row + rows < grid.chunk_rows)[:, None] & (col + cols < n)[None, :]
+    offsets, inside = unit_elements(grid, n, row, col, ROWS, COLS)
     origin = (call.rank.to(tl.int64) * grid.chunk_rows + row) * n + col
     for first in range(0, ctx.WORLD, CONFIG.SOURCE_UNROLL):
         for step in tl.static_range(0, CONFIG.SOURCE_UNROLL):
@@ -192,8 +199,51 @@ def pull_unit(
 
 
 @triton.jit
-def pull_units(ops, ctx, call, standing, stage, grid, n, CONFIG):
-    """A mover: units of the own chunk in queue order until none is left."""
+def num_late(ctx, call, standing, stage, grid, n, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Elements of a unit that the first rank to lack some lacks, as of one look.
+
+    A rank that has not started this call lacks all. Returns (standing, number).
+    """
+    offsets, inside = unit_elements(grid, n, row, col, ROWS, COLS)
+    origin = (call.rank.to(tl.int64) * grid.chunk_rows + row) * n + col
+    late = row * 0
+    for source in range(ctx.WORLD):
+        if (late == 0) & (standing.ok != 0):
+            if (source == call.rank) | (start_word_of(call, source) == call.start_word):
+                standing = start_hold(ctx, call, standing, source, PHASE_REDUCE)
+                if standing.ok != 0:
+                    bits = poll_sources(
+                        ctx, STAGING + stage.half, source, origin, offsets, inside, 1
+                    )
+                    late = num_missing(bits)
+            else:
+                late += ROWS * COLS
+    return standing, late
+
+
+@triton.jit
+def stage_meanwhile(
+    job, ctx, call, standing, stage, n, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, CONFIG
+):
+    """Two-way: builds tiles while a unit is missing and whole tiles are left."""
+    standing, late = num_late(ctx, call, standing, stage, job.grid, n, row, col, ROWS, COLS)
+    more = job.tiles > 0
+    while more & (late > 0):
+        fence_async_proxy(ctx.TARGET)
+        standing, _, more = build_claim(
+            job, ctx, call, standing, job.tiles * 0, job.tiles, job.builders, job.split_tiles,
+            CONFIG, locate, hold_nothing, multiply, stage_tile,
+        )  # fmt: skip
+        standing, late = num_late(ctx, call, standing, stage, job.grid, n, row, col, ROWS, COLS)
+    return standing
+
+
+@triton.jit
+def pull_units(ops, ctx, call, standing, stage, grid, n, CONFIG, job=None):
+    """A mover: units of the own chunk in queue order until none is left.
+
+    job: tiles that it builds while a unit is missing, with two-way roles.
+    """
     ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
     COLS: tl.constexpr = CONFIG.REDUCE_ELEMENTS // ROWS
     units = tl.cdiv(grid.chunk_rows, ROWS) * tl.cdiv(n, COLS)
@@ -202,15 +252,17 @@ def pull_units(ops, ctx, call, standing, stage, grid, n, CONFIG):
     while unit < units:
         unit = queue_claim(call.set_ptr + UNIT_QUEUE)
         if unit < units:
-            begin = trace_begin(ctx)
             row, col = unit_place(unit, grid, n, ROWS, COLS, CONFIG)
+            if job is not None:
+                standing = stage_meanwhile(
+                    job, ctx, call, standing, stage, n, row, col, ROWS, COLS, CONFIG
+                )
+            begin = trace_begin(ctx)
             standing, total = pull_unit(
                 ctx, call, standing, stage, grid, n, row, col, unit, ROWS, COLS, CONFIG
             )
-            rows = tl.arange(0, ROWS)
-            cols = tl.arange(0, COLS)
-            inside = (row + rows < grid.chunk_rows)[:, None] & (col + cols < n)[None, :]
+            offsets, inside = unit_elements(grid, n, row, col, ROWS, COLS)
             to_ptr = ops.out_ptr + row.to(tl.int64) * n + col
-            tl.store(to_ptr + rows[:, None] * n + cols[None, :], total.to(tl.bfloat16), mask=inside)
+            tl.store(to_ptr + offsets, total.to(tl.bfloat16), mask=inside)
             trace_end(ctx, REDUCE, unit, begin)
     return standing

@@ -22,7 +22,7 @@ from kosmos_tpsp.workspaces import TpSpWorkspace
 LAYOUT = "tn"
 ORDERS = {"band_major": 0, "row_major": 1}
 # What the kernel has of what plans know.
-GEMM_RS_POLICIES = ("one_way", "fixed", "serial")
+GEMM_RS_POLICIES = ("one_way", "two_way", "fixed", "serial")
 GEMM_RS_TRANSPORTS = ("pull", "push")
 # Elements that a mover adds up at once: of each source, and of all; more would spill registers.
 REDUCED_OF_EACH = 8192
@@ -35,7 +35,7 @@ class GemmRsOptions:
 
     Attributes:
         cap: most workgroups to use.
-        policy: "one_way", "fixed" or "serial".
+        policy: "one_way", "two_way", "fixed" or "serial".
         order: "band_major" or "row_major".
         transport: "pull" or "push".
         reducers_per_peer: crew size for each peer.
