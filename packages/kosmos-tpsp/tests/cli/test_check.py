@@ -135,7 +135,6 @@ def test_a_declined_line_gives_the_reason_and_how_to_accept(
         (["gemm_ag"], "'[OP]': 'gemm_ag' is not"),
         (["gemm_rs", "--layout", "nn"], "layout: got nn for gemm_rs, wanted one of tn"),
         (["gemm_rs", "--order", "naive"], "order: got naive for gemm_rs, wanted one of band_major"),
-        (["gemm_rs", "--policy", "two_way"], "policy: got two_way for gemm_rs, wanted one of"),
     ],
 )
 def test_bad_arguments_are_refused_in_a_line(

@@ -56,7 +56,7 @@ def test_whatever_the_choices_are(kind: str, choices: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", ["one_way", "serial"])
+@pytest.mark.parametrize("policy", ["one_way", "two_way", "serial"])
 @pytest.mark.parametrize("transport", ["pull", "push"])
 def test_whatever_a_reduction_is_like(kind: str, policy: str, transport: str) -> None:
     for seed in (8, 9):

@@ -40,6 +40,8 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
         {"policy": "fixed", "split_k": 2},
         {"transport": "pull"},
         {"transport": "pull", "policy": "serial"},
+        {"policy": "two_way"},
+        {"transport": "pull", "policy": "two_way"},
         {"transport": "pull", "policy": "fixed", "split_k": 2, "order": "row_major"},
     ),
     "bulk_ag": (

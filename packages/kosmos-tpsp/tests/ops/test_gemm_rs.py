@@ -113,7 +113,7 @@ def test_shapes_and_orders(ranks: int, order: str, transport: str) -> None:
 
 
 @each_transport
-@pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
+@pytest.mark.parametrize("policy", ["one_way", "two_way", "fixed", "serial"])
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
 def test_policies(policy: str, vendor: str, transport: str) -> None:
     for seed in range(3):
@@ -190,7 +190,7 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], str], ...] = (
     ("contraction", {"k": 24}, ArgumentError, "wanted a contraction of 24"),
     ("dtype", {"dtype": torch.float32}, ArgumentError, "x: got dtype torch.float32"),
     ("room", {"rows": 256}, WorkspaceError, r"workspace: \[256, 32\] needs more than its"),
-    ("policy", {"policy": "two_way"}, ArgumentError, "wanted one of one_way, fixed, serial"),
+    ("policy", {"policy": "both"}, ArgumentError, "wanted one of one_way, two_way, fixed, serial"),
     ("transport", {"transport": "pull"}, ArgumentError, "wanted one of push"),
     ("cap", {"cap": 1}, ArgumentError, "cap: got 1, wanted at least 2"),
     ("split", {"split_k": 3}, ArgumentError, "split_k: got 3"),
@@ -228,7 +228,7 @@ def wait_for(x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, **argum
 
 
 @each_transport
-@pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
+@pytest.mark.parametrize("policy", ["one_way", "two_way", "fixed", "serial"])
 @pytest.mark.parametrize("kind", ["absent", "other call"])
 def test_a_rank_that_does_not_come_is_named_and_nothing_wrong_is_left(
     policy: str, kind: str, transport: str, on_cpu: OnCpu

@@ -86,6 +86,14 @@ PULL_PLANTS = [
         ranks=3,
     ),
     _plant(
+        "looked_at_before_start",
+        "two-way: a mover looks at a peer whose start it does not hold",
+        (staging.num_late, HOLD, "pass"),
+        choices={"policy": "two_way"},
+        ranks=3,
+        seeds=tuple(range(1, 9)),
+    ),
+    _plant(
         "first_start_of_a_group",
         "of the ranks that are polled together only the first one's start is held",
         (staging.pull_unit, "range(0, CONFIG.SOURCE_UNROLL)", "range(0, 1)"),

@@ -61,6 +61,13 @@ SCATTER_PLANTS = [
         ),
     ),
     _plant(
+        "tile_of_a_mover_uncounted",
+        "publish",
+        "two-way: a mover does not count the tile that it has built while it had nothing to add up",
+        (scatter.send_meanwhile, "count_sent(ctx, call, sent)", "pass"),
+        choices={"policy": "two_way"},
+    ),
+    _plant(
         "fewer_tiles_awaited",
         "consume",
         "a tile row is added up when one column of its tiles is still missing",

@@ -200,7 +200,7 @@ def _calls(rng: random.Random, ranks: int, deep: bool, op: str) -> list[Call]:
 
 def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
     return GemmRsOptions(
-        policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
+        policy=rng.choice(("one_way", "one_way", "two_way", "fixed", "serial")),
         order=rng.choice(("band_major", "band_major", "row_major")),
         transport=rng.choice(("pull", "pull", "push", None)),
         reducers_per_peer=rng.choice((None, None, 1, 2, 3)),
