@@ -22,14 +22,22 @@ OnCpu = Callable[..., list[Any]]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("transports", [("pull", "push"), ("push",), ("pull",)])
+@pytest.mark.parametrize("reduces", [None, ("pull",)])
 @pytest.mark.parametrize(("tokens", "features"), [(96, 24), (1000, 8), (8, 200)])
 def test_the_bytes_are_known_beforehand(
-    size: int, transports: tuple[str, ...], tokens: int, features: int, on_cpu: OnCpu
+    size: int,
+    transports: tuple[str, ...],
+    reduces: tuple[str, ...] | None,
+    tokens: int,
+    features: int,
+    on_cpu: OnCpu,
 ) -> None:
     def host(rank: int, world: World) -> tuple[int, int]:
         memory = world.executor.memory  # type: ignore[attr-defined]
         before = set(map(id, memory.regions))
-        workspace = TpSpWorkspace(world, tokens, features, transports=transports)
+        workspace = TpSpWorkspace(
+            world, tokens, features, transports=transports, reduce_transports=reduces
+        )
         world.barrier()
         # The status word lives in the host's memory.
         mine = [
@@ -40,7 +48,7 @@ def test_the_bytes_are_known_beforehand(
         world.barrier()
         return workspace.num_bytes(), sum(mine)
 
-    wanted = TpSpWorkspace.required_bytes(size, tokens, features, "executor", transports)
+    wanted = TpSpWorkspace.required_bytes(size, tokens, features, "executor", transports, reduces)
     assert on_cpu(size, host) == [(wanted, wanted)] * size
 
 
@@ -179,6 +187,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "max_tokens": {"max_tokens": 12800},
     "max_features": {"max_features": 24},
     "transports": {"transports": ("push",)},
+    "reduce_transports": {"reduce_transports": ("pull",)},
     "timeout_s": {"timeout_s": 5.0},
     "first_epoch": {"first_epoch": 2},
     "kind": {},
@@ -201,8 +210,9 @@ def test_ranks_that_create_different_workspaces_are_refused_before_they_share_me
         # The order of transports and the number type of a bound make no difference.
         transports = ("push", "pull") if rank else ("pull", "push")
         workspace = TpSpWorkspace(
-            world, **EQUAL, transports=transports, timeout_s=120 if rank else 120.0
-        )
+            world, **EQUAL, transports=transports, reduce_transports=transports,
+            timeout_s=120 if rank else 120.0,
+        )  # fmt: skip
         assert right(rank, workspace, Call(48, 16, 16))
 
     on_cpu(3, host, jump_clock=False)
@@ -216,6 +226,7 @@ def test_ranks_that_create_different_workspaces_are_refused_before_they_share_me
         ({"first_epoch": 1.5}, "first_epoch: got 1.5, wanted an integer"),
         ({"trace_events": -1}, "trace_events: got -1, wanted 0 or more"),
         ({"transports": ("fly",)}, "transports: got"),
+        ({"reduce_transports": ()}, "reduce_transports: got ()"),
         ({"machine": "abacus"}, "abacus"),
     ],
 )

@@ -46,7 +46,7 @@ class Meter:
         self.launches = [0] * world.size
         self.measures = False
         self._bytes = [0] * world.size
-        self._polled: set[tuple[Any, ...]] = set()
+        self._polled: list[set[tuple[Any, ...]]] = [set() for _ in range(world.size)]
         self._world = world
         self._launch = world.launch
         world.launch = self._count_launch  # type: ignore[method-assign]
@@ -60,7 +60,8 @@ class Meter:
                 setattr(memory, maker, self._counted(getattr(memory, maker), executor.scheduler))
 
     def moved(self, rank: int) -> int:
-        """Bytes that this rank's kernels have moved from or to other ranks."""
+        """Bytes that this rank's kernels have moved from or to other ranks; none of them runs."""
+        self._polled[rank].clear()
         return self._bytes[rank]
 
     def _count_launch(
@@ -87,9 +88,9 @@ class Meter:
             if region.name in TRANSPORT_REGIONS and wg.rank != region.rank:
                 # What is polled in its data is read until it is there, and moved once.
                 poll = (wg, region, access.lo, access.hi)
-                if region.sentinel is None or poll not in polled:
+                if region.sentinel is None or poll not in polled[wg.rank]:
                     counts[wg.rank] += access.nbytes
-                    polled.add(poll)
+                    polled[wg.rank].add(poll)
             return access
 
         return count
