@@ -34,10 +34,10 @@ from kosmos_core.device.layout import (
     EXTENT_ELEMENTS,
     PHASE_REDUCE,
     POISON_QUEUE,
+    REDUCE_QUEUE,
     STAGE_EXTENT,
     STAGE_TURN,
     STAGING,
-    UNIT_QUEUE,
     Standing,
 )
 from kosmos_core.device.peers import peer_ptr
@@ -250,7 +250,7 @@ def pull_units(ops, ctx, call, standing, stage, grid, n, CONFIG, job=None):
     # One claim only stands in the source: triton 3.6 on AMD merges two into an irreducible loop.
     unit = units * 0
     while unit < units:
-        unit = queue_claim(call.set_ptr + UNIT_QUEUE)
+        unit = queue_claim(call.set_ptr + REDUCE_QUEUE)
         if unit < units:
             row, col = unit_place(unit, grid, n, ROWS, COLS, CONFIG)
             if job is not None:
