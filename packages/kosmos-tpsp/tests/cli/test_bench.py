@@ -24,6 +24,7 @@ from kosmos_tpsp.bench.unfused import Call, Data, Tensors
 from kosmos_tpsp.cli.bench import _command, publish
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -148,6 +149,45 @@ def test_a_run_of_bulk_ag_measures_both_results(
     # 32 rows of 32 elements of 2 bytes: what is gathered is as wide as the product.
     assert first["remote_bytes"] == 32 * 32 * 2
     assert data["host_us"] == {"bulk_ag": 9.0, "kosmos::bulk_ag": 9.0}
+
+
+def test_a_run_of_bulk_rs_pulls_what_is_handed_over(tmp_path: Path) -> None:
+    cases = parse_cases("64,32,64;96,40,64", "nt", 2, "bulk_rs")
+    report = bench_on_cpu(cases, [], sweep=True, kind=BulkRsOptions)[0]
+    assert report.wrong == []
+    publish(report, tmp_path / "run.json", tmp_path / "run.png")
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert data["benchmark"] == "bulk_rs"
+    first = data["rows"][0]
+    assert {v.BASELINE, v.FUSED, v.GEMM_VENDOR, v.SERIAL} <= set(first["variants"])
+    assert first["plan"]["transport"] == "pull"
+    assert first["unavailable"][v.TWO_WAY] == "bulk_rs has no such policy"
+    assert "no async-TP op" in first["unavailable"][v.ASYNC_TP]
+    assert first["rel_err_fp64"] < 4e-3
+    # The tokens are k: 32 rows of 32 elements of 2 bytes.
+    assert first["remote_bytes"] == 32 * 32 * 2
+    pushed = bench_on_cpu(cases, [], sweep=False, kind=BulkRsOptions, transport="push")[0]
+    assert pushed.wrong == []
+    assert pushed.rows[0].plan.transport == "push"
+
+
+def test_an_output_of_bulk_rs_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = v.fused_call
+
+    def own_part_only(data: Data, workspace: TpSpWorkspace, options: Any) -> Call:
+        call = right(data, workspace, options)
+
+        def wrong() -> Tensors:
+            outs = call()
+            parts = data.given["dx"].chunk(workspace.world.size)
+            return {**outs, "dx_shard": outs["dx_shard"].copy_(parts[workspace.world.rank])}
+
+        return wrong
+
+    monkeypatch.setattr(v, "fused_call", own_part_only)
+    case = parse_cases("64,32,64", "nt", 2, "bulk_rs")
+    report = bench_on_cpu(case, [], sweep=False, kind=BulkRsOptions)[0]
+    assert "dx_shard elements wrong" in report.rows[0].wrong[v.FUSED]
 
 
 def test_gathered_rows_that_are_stale_are_seen_beside_a_right_product(
@@ -309,6 +349,8 @@ def test_a_kept_gather_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
         (["gemm_rs", "--layout", "nn"], "layout: got 'nn' for gemm_rs"),
         (["gemm_rs", "--order", "naive"], "order: got naive for gemm_rs"),
         (["bulk_ag", "--order", "naive"], "order: got naive for bulk_ag, wanted none"),
+        (["bulk_rs", "--policy", "two_way"], "policy: got two_way for bulk_rs"),
+        (["bulk_column"], "bulk_column"),
         (["bulk_ag", "--order-ablation"], "order-ablation: bulk_ag has no queue orders"),
         (["ag_gemm", "--shapes", "1,2"], "wanted llama3"),
         (["ag_gemm", "--policy", "greedy"], "greedy"),

@@ -114,6 +114,19 @@ def test_scenarios_of_bulk_ag_mix_the_ops() -> None:
     assert [scenario.run().problem for scenario in found[:12]] == [""] * 12
 
 
+@pytest.mark.parametrize("op", ["bulk_rs", "bulk_column"])
+def test_scenarios_of_reductions_beside_a_gemm_mix_the_ops(op: str) -> None:
+    found = [Scenario.draw(seed, op) for seed in range(300)]
+    calls = [call for scenario in found for call in scenario.calls]
+    assert len(calls) / 3 < sum(call.op == op for call in calls) < len(calls)
+    ways = {call.options.transport for call in calls if call.op == op}
+    assert ways == {None, "pull", "push"}
+    if op == "bulk_column":
+        # What one call hands over lies between calls of both ops alone.
+        assert {"ag_gemm", "bulk_ag", "bulk_rs"} < {call.op for call in calls}
+    assert [scenario.run().problem for scenario in found[:8]] == [""] * 8
+
+
 def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explore", "--seconds", "0", "--jobs", "1"]) == 0
     assert "1 distinct schedules in 1 runs" in capsys.readouterr().out

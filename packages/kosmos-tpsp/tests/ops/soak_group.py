@@ -17,9 +17,10 @@ import torch.distributed as dist
 from kosmos_core.worlds import group_world
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_devices
-from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.catalog import DRIVERS, driver_of
 
-# (m, n, k) for two ranks: square tiles, ragged everywhere, one row a rank, few tiles.
+# (tokens, n, the third of m, n, k) for two ranks: square tiles, ragged everywhere, one row a rank,
+# few tiles.
 SHAPES = ((4096, 1024, 2048), (2 * 1037, 904, 1032), (2, 8, 8), (512, 256, 4096))
 # Sets of operands: each call repeats the one of so many turns before.
 DATA = 4
@@ -53,6 +54,24 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
         {"policy": "fixed", "split_k": 2, "dx_to": "tensor"},
         {"transport": "push", "dx_to": "tensor"},
     ),
+    "bulk_rs": (
+        {},
+        {"transport": "push"},
+        {"policy": "serial"},
+        {"transport": "push", "policy": "serial"},
+        {"policy": "fixed", "split_k": 2},
+        {"transport": "push", "policy": "fixed", "split_k": 2},
+        {"split_k": 4},
+    ),
+    "bulk_column": (
+        {"transport": "pull"},
+        {"transport": "pull", "split_k": 2},
+        {},
+        {"transport": "push"},
+        {"policy": "serial"},
+        {"policy": "fixed", "transport": "pull"},
+        {"transport": "pull"},
+    ),
 }
 
 
@@ -65,10 +84,12 @@ def sequence(count: int, op: str) -> list[Call]:
     options = _options(op)
     if op != "ag_gemm":
         options = [*options, _options("ag_gemm")[1], *options]
-    return [
-        Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, options[i % len(options)])
-        for i in range(count)
-    ]
+    calls = []
+    for i in range(count):
+        chosen = options[i % len(options)]
+        shape = driver_of(chosen).shape_of(*SHAPES[i % len(SHAPES)])
+        calls.append(Call(*shape, i // 7 % DATA, chosen))
+    return calls
 
 
 def delay(rank: int, index: int) -> None:

@@ -13,13 +13,21 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.worlds import gpu_world
-from kosmos_tpsp import AgGemmOptions, BulkAgOptions, GemmRsOptions
+from kosmos_tpsp import (
+    AgGemmOptions,
+    BulkAgOptions,
+    BulkColumnOptions,
+    BulkRsOptions,
+    GemmRsOptions,
+)
 from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_devices
+from kosmos_tpsp.ops.catalog import DRIVERS, driver_of
 
 HERE = Path(__file__).parent
-# (m, n, k) for eight ranks: whole tiles, ragged everywhere, one row a rank, few tiles.
+# (tokens, n, the third of m, n, k) for eight ranks: whole tiles, ragged everywhere, one row a rank,
+# few tiles.
 SHAPES = ((4096, 1024, 1024), (8 * 301, 520, 1032), (8, 8, 8), (1024, 256, 2048))
 # Pushed rows of `ag_gemm` land where the rows and partial sums of the others do.
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -41,6 +49,24 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         BulkAgOptions(policy="two_way", transport="pull"),
         BulkAgOptions(policy="two_way", transport="push", dx_to="tensor"),
     ),
+    "bulk_rs": (
+        BulkRsOptions(),
+        BulkRsOptions(transport="push"),
+        BulkRsOptions(policy="serial"),
+        AgGemmOptions(transport="push"),
+        BulkRsOptions(split_k=2),
+        BulkRsOptions(transport="push", policy="fixed"),
+        BulkRsOptions(policy="fixed", split_k=4),
+    ),
+    "bulk_column": (
+        BulkColumnOptions(transport="pull"),
+        BulkColumnOptions(transport="push"),
+        BulkColumnOptions(transport="pull", policy="serial"),
+        AgGemmOptions(transport="push"),
+        BulkColumnOptions(transport="pull", split_k=2),
+        BulkRsOptions(),
+        BulkColumnOptions(transport="pull", policy="fixed"),
+    ),
 }
 every_op = pytest.mark.parametrize("op", OPTIONS)
 DATA = 3
@@ -58,9 +84,11 @@ def sleep(rank: int, index: int) -> None:
 @every_op
 def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit(op: str) -> None:
     options = OPTIONS[op]
-    calls = [
-        Call(*SHAPES[i % len(SHAPES)], i // 7 % DATA, options[i % len(options)]) for i in range(200)
-    ]
+    calls = []
+    for i in range(200):
+        chosen = options[i % len(options)]
+        shape = driver_of(chosen).shape_of(*SHAPES[i % len(SHAPES)])
+        calls.append(Call(*shape, i // 7 % DATA, chosen))
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
     with gpu_world(8) as world:
@@ -79,9 +107,9 @@ def test_200_calls_of_eight_virtual_ranks_are_right_and_repeat_bit_by_bit(op: st
 def test_check_passes(
     op: str, size: int, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["check", op, "--world", f"gpu:{size}", "--m", "2048", "--n", "520"]
-    arguments += ["--transport", transport]
-    assert main([*arguments, "--k", "520", "--delay", "--json"]) == 0
+    m, n, k = DRIVERS[op].shape_of(2048, 520, 520)
+    arguments = ["check", op, "--world", f"gpu:{size}", "--m", str(m), "--n", str(n), "--k", str(k)]
+    assert main([*arguments, "--transport", transport, "--delay", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert all(case["path"] == "fused" and case["passed"] for case in report["cases"])
 

@@ -158,14 +158,15 @@ def prepare_bulk_rs(
         m: local width.
         n: hidden size.
         k: tokens.
-        options: of the calls; without a transport, those of calls on the handover.
+        options: of the calls; without a transport, those of calls on the handover, where there is
+            one.
         adds: whether the calls have a `main_grad`.
     """
     device = workspace.world.device
     main_grad = torch.zeros((m, n), dtype=torch.float32, device=device) if adds else None
 
     def call(dy: torch.Tensor, x: torch.Tensor, workspace: TpSpWorkspace, options: Any) -> None:
-        pushed = options.transport == "push"
+        pushed = options.transport == "push" or not workspace.hands_over
         dx = torch.zeros_like(x) if pushed else workspace.handover(k, n)
         bulk_rs(dx, dy, x, workspace, main_grad=main_grad, options=options)
 

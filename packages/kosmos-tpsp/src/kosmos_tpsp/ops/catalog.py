@@ -163,7 +163,13 @@ class Driver:
     def prepare(self, workspace: TpSpWorkspace, shape: Shape, options: Any) -> None:
         """Collective: compiles and loads what a call of a shape needs."""
         shapes = self.operand_shapes(shape, workspace.world.size, options)
-        prepared.warm(self.op, shapes.values(), workspace, options)
+
+        def call(*given: Any, options: Any) -> None:
+            *operands, workspace = given
+            # Where the op wants them: what runs depends on it.
+            self.call(dict(zip(self.operands, operands, strict=True)), workspace, {}, options)
+
+        prepared.warm(call, shapes.values(), workspace, options)
 
     def operand_shapes(self, shape: Shape, size: int, options: Any) -> dict[str, tuple[int, int]]:
         """Shapes of the operands on each of `size` ranks, by name and in order."""
