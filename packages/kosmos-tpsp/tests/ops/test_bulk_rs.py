@@ -245,7 +245,8 @@ def test_no_tokens_are_no_error(on_cpu: OnCpu) -> None:
         assert dw is not None
         assert dw.tolist() == [[0.0] * 24] * 40
         held = torch.ones(40, 24)
-        assert bulk_rs(dx, dy, x, workspace, main_grad=held)[1] is None
+        # Nothing lies anywhere: either transport will do.
+        assert bulk_rs(dx, dy, x, workspace, main_grad=held, transport="pull")[1] is None
         assert held.eq(1).all()
         assert make(workspace, SHAPES[0]).right
         workspace.destroy()

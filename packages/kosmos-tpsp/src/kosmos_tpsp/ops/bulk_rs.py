@@ -219,7 +219,8 @@ def _plan(
     world = workspace.world
     m, n, k = _sizes(dx, dy, x, world.size)
     validate.check_room(workspace, k, n)
-    if options.transport == "pull" and not handed and world.size > 1 and world.fused:
+    elsewhere = k > 0 and not handed and world.size > 1 and world.fused
+    if options.transport == "pull" and elsewhere:
         raise validate.reject(
             validate.ARGUMENT,
             "transport: got 'pull' for a dx of its own memory, wanted dx in workspace.handover(k, "
