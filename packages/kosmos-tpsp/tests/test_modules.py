@@ -29,6 +29,7 @@ from kosmos_tpsp.cli import layer_check
 from kosmos_tpsp.cli.layer_check import KINDS, LAYER_TOLERANCE, LayerCase, layer_errors
 from kosmos_tpsp.ops import bulk_column, linear, linear_custom
 from kosmos_tpsp.ops.bulk_rs import bulk_rs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS, HIDDEN, INNER = 32, 64, 96
 
@@ -250,6 +251,52 @@ def test_the_input_gradient_is_handed_over_without_a_copy(
 
     on_cpu(2, host)
     assert handed == [True, True]
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operators that run, views left out."""
+
+    VIEWS = ("view", "permute", "squeeze", "unsqueeze", "split", "split_with_sizes", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.name().split("::")[1].split(".")[0]
+        if name not in self.VIEWS:
+            self.names.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(8, HIDDEN), (8, 1, HIDDEN), (4, 2, HIDDEN)])
+def test_nothing_is_copied_between_the_linears_but_gradients_that_are_joined(
+    shape: tuple[int, ...],
+) -> None:
+    with Recorder() as selected:
+        x = torch.zeros(8, 1, HIDDEN, requires_grad=True)
+        x[:, 0].sum().backward()
+    assert "select_backward" in selected.names  # zeros and a copy: the recorder would see it
+    settings: dict[str, Any] = {"group": reference_world(), "max_tokens": TOKENS}
+    attention, mlp = (
+        ParallelAttention(HIDDEN, 8, **settings),
+        ParallelMLP(HIDDEN, INNER, **settings),
+    )
+    sdpa = "_scaled_dot_product_flash_attention_for_cpu"
+    inner = {
+        attention: ([sdpa], [f"{sdpa}_backward", "cat"]),
+        mlp: (["silu", "mul"], ["mul", "mul", "silu_backward", "cat"]),
+    }
+    for layer, (forward, backward) in inner.items():
+        x, dy = (torch.randn(shape).bfloat16() for _ in range(2))
+        x.requires_grad_()
+        with Recorder() as recorded:
+            y = layer(x)
+        assert recorded.names == ["column_linear", *forward, "row_linear"]
+        with Recorder() as recorded:
+            torch.autograd.grad(y, (x, *layer.parameters()), dy)
+        ends = ["row_linear_backward", *backward, "column_linear_backward"]
+        assert recorded.names == ends
 
 
 def test_no_grad_records_nothing_and_gives_the_same(on_cpu: Callable[..., list[Any]]) -> None:

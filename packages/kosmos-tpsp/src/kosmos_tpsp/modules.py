@@ -339,11 +339,14 @@ class ParallelAttention(nn.Module):
             x: own part of the sequence; the batch may be left out.
             rotate: puts positions into queries and keys [batch, heads, sequence, head_dim].
         """
-        qkv = self.qkv(x if x.dim() == 3 else x[:, None])
+        qkv = self.qkv(x if x.dim() == 3 else x.unsqueeze(1))
         sequence, batch = qkv.shape[:2]
-        # [batch, heads, sequence, head_dim] each.
-        heads = qkv.view(sequence, batch, -1, self.head_dim).permute(1, 2, 0, 3)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        # [batch, heads, sequence, head_dim] each; split first, so that gradients are joined once.
+        q, k, v = (
+            part.view(sequence, batch, -1, self.head_dim).permute(1, 2, 0, 3)
+            for part in torch.split(qkv, widths, -1)
+        )
         if rotate is not None:
             q, k = rotate(q, k)
         attended = F.scaled_dot_product_attention(
@@ -351,7 +354,8 @@ class ParallelAttention(nn.Module):
         )
         attended = attended.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
         out: torch.Tensor = self.out(attended)
-        return out if x.dim() == 3 else out[:, 0]
+        # Not out[:, 0], whose gradient is copied into zeros.
+        return out if x.dim() == 3 else out.squeeze(1)
 
 
 def _next(seed: int | None) -> int | None:
