@@ -5,16 +5,27 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from kosmos_core.testing.compile_guard import run_cases
+from kosmos_core.testing.compile_guard import CompileCase, covering, run_cases
 from kosmos_mx.compile_cases import SCALED_TARGETS, compile_cases
 
 pytestmark = pytest.mark.compile
 
 
-def test_all_configurations_pass_the_guard():
+@pytest.mark.timeout(900)
+def test_every_pair_of_settings_passes_the_guard() -> None:
     cases = compile_cases()
     assert len({(c.name, c.target) for c in cases}) == len(cases) > 80
     assert {c.target for c in cases if c.expect.scaled_mma} == set(SCALED_TARGETS)
+    check(covering(cases))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_configurations_pass_the_guard() -> None:
+    check(compile_cases())
+
+
+def check(cases: list[CompileCase]) -> None:
     result = run_cases(cases, jobs=2)
     failed = [f"{r.name} {r.target}: {r.reasons}" for r in result.reports if not r.passed]
     assert not failed, "\n".join(failed)

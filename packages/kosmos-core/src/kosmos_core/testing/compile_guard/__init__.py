@@ -16,6 +16,7 @@ from kosmos_core.testing.compile_guard.cases import (
     Expectations,
     Finding,
 )
+from kosmos_core.testing.compile_guard.covering import covering
 from kosmos_core.testing.compile_guard.runner import (
     GuardResult,
     compile_case,
@@ -35,6 +36,7 @@ __all__ = [
     "GuardResult",
     "Target",
     "compile_case",
+    "covering",
     "load_cases",
     "run_cases",
 ]
