@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kosmos_core.device import barrier
-
 from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.device import gather, gradient, scatter
 
@@ -30,14 +28,6 @@ BULK_RS_PLANTS = [
             "start_hold_all(ctx, call, standing, PHASE_REDUCE)",
             "standing",
         ),
-        choices=PULL,
-        ranks=3,
-    ),
-    _plant(
-        "one_start_held",
-        "start and end",
-        "the start of the next rank is taken for that of all",
-        (barrier.start_hold_all, "range(1, ctx.WORLD)", "range(1, 2)"),
         choices=PULL,
         ranks=3,
     ),
@@ -85,13 +75,6 @@ BULK_RS_PLANTS = [
         "consume",
         "a mover that has waited for a tile row takes the next one for granted",
         (scatter.add_up, "if tile_row != ready:", "if tile_row > ready + 1:"),
-        choices=PUSH,
-    ),
-    _plant(
-        "sent_with_gpu_scope",
-        "scope",
-        "rows on a peer are counted in with scope gpu",
-        (gather.move_unit, '"sys" if CONFIG.TRANSPORT == PUSH else "gpu"', '"gpu"'),
         choices=PUSH,
     ),
     _plant(

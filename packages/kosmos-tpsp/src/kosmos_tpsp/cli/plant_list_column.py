@@ -7,12 +7,11 @@ from typing import Any
 from kosmos_core.device import barrier
 
 from kosmos_tpsp.cli.plants import Plant
-from kosmos_tpsp.device import beside, gradient
+from kosmos_tpsp.device import beside
 
 PULL = {"transport": "pull"}
 # (tokens of a rank, n, k): a handover that the next call overwrites in full.
 SAME = ((40, 40, 16),) * 4
-WIDE = ((72, 40, 16), (40, 72, 24), (72, 40, 16))
 
 
 def _plant(name: str, rule: str, what: str, *edits: tuple[Any, str, str], **more: Any) -> Plant:
@@ -48,16 +47,5 @@ COLUMN_PLANTS = [
             "if call.ticket == 0:\n"
             "            standing = start_hold_all(ctx, call, standing, PHASE_BUILD)",
         ),
-    ),
-    _plant(
-        "pulled_unheld",
-        "start and end",
-        "rows are pulled that their rank may not have made yet",
-        (
-            gradient.hold_all,
-            "start_hold_all(ctx, call, standing, PHASE_REDUCE)",
-            "standing",
-        ),
-        shapes=WIDE,
     ),
 ]
