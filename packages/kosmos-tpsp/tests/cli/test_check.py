@@ -129,7 +129,7 @@ def test_a_declined_line_gives_the_reason_and_how_to_accept(
         (["--kill-rank", "0", "--world", "cpu:1"], "kill-rank: a group of one"),
         (["--kill-rank", "0", "--m", "0"], "kill-rank: m is 0"),
         (["--policy", "no_way"], "'no_way' is not one of"),
-        (["--layout", "nt"], "'nt' is not one of"),
+        (["--layout", "tt"], "'tt' is not one of"),
         (["--plant", "nothing"], "plant: got 'nothing'"),
         (["--plant", "no_barrier", "--world", "gpu:8"], "plant: defects live on the CPU"),
         (["gemm_ag"], "'[OP]': 'gemm_ag' is not"),
@@ -198,10 +198,9 @@ def test_wrong_values_fail_the_case(
 def test_bytes_that_are_moved_twice_fail_the_case(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twice = (
-        "copy_run(ops.x_ptr + offset, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)"
-    )
-    plant(monkeypatch, Mutation(gather.transport, twice, f"{twice}\n            {twice}"))
+    source = "from_ptr = sent_rows(ops, chunk, offset, peer, CONFIG)"
+    copy = "copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)"
+    plant(monkeypatch, Mutation(gather.transport, source, f"{source}\n            {copy}"))
     status, _, err = check(capsys, "--world", "cpu:2", *SMALL, "--schedules", "1")
     assert status == 1
     assert "bytes moved between ranks instead of" in err
