@@ -33,7 +33,7 @@ def test_there_are_enough_of_them_for_every_rule() -> None:
     assert len(PLANTS) >= 20
     assert {plant.rule for plant in PLANTS.values()} == RULES
     changes = [
-        (*((fn, old, new) for fn, old, new in plant.edits), str(plant.choices))
+        (*((fn, old, new) for fn, old, new in plant.edits), str(plant.choices), plant.op)
         for plant in PLANTS.values()
     ]
     assert len(set(changes)) == len(PLANTS)
