@@ -246,7 +246,7 @@ def _routing_problem(given: Inputs, call: Call, found: MoeResult) -> str:
     )
     differs = (routed.ids != found.ids.long()).any(dim=1)
     if bool(differs.any()):
-        problem = _choice_problem(given, call, found, differs)
+        problem = _choice_problem(given, call, found, routed.ids)
         if problem:
             return problem
     # Weights of the experts that were chosen, whichever they are.
@@ -261,22 +261,25 @@ def _routing_problem(given: Inputs, call: Call, found: MoeResult) -> str:
     return ""
 
 
-def _choice_problem(given: Inputs, call: Call, found: MoeResult, differs: torch.Tensor) -> str:
+def _choice_problem(given: Inputs, call: Call, found: MoeResult, wanted: torch.Tensor) -> str:
     """What is wrong with choices that are not the reference's: only close keys may change places.
 
-    Keys of the chosen experts are compared in order, in FP64.
+    Keys of the chosen experts are compared in order, in FP64: scores are exponentials, which even
+    the lanes of one vector unit may round differently.
     """
     router = call.router
-    if router.groups > 1 or router.forced or not (router.score_first and given.bias is not None):
-        token = int(differs.to(torch.int32).argmax())
-        return f"token {token} went to experts {found.ids[token].tolist()}, not the reference's"
-    logits = given.x.double() @ given.router.double().t()
-    keys = reference.score_of(logits, router) + given.bias.double()
-    mine = keys.gather(1, found.ids.long().clamp_min(0))
-    best = keys.sort(dim=1, descending=True)[0][:, : router.topk]
-    off = ((mine - best).abs().amax(dim=1) * differs).max()
-    if float(off) > KEY_TOLERANCE:
-        return f"experts were chosen whose keys are {float(off):.3g} too small"
+    keys = given.x.double() @ given.router.double().t()
+    if router.score_first and (given.bias is not None or router.groups > 1):
+        keys = reference.score_of(keys, router)
+    if given.bias is not None:
+        keys = keys + given.bias.double()
+    own = keys.gather(1, found.ids.long().clamp_min(0))
+    off = (own - keys.gather(1, wanted.clamp_min(0))).abs()
+    off = torch.where((found.ids < 0) == (wanted < 0), off, torch.inf).amax(dim=1)
+    token = int(off.argmax())
+    if float(off[token]) > KEY_TOLERANCE or router.forced:
+        ids = found.ids[token].tolist()
+        return f"token {token} went to experts {ids} instead of {wanted[token].tolist()}"
     return ""
 
 
