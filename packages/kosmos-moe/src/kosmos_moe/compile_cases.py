@@ -14,9 +14,16 @@ from kosmos_core.device.layout import Context
 from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_core.workspace import control_sizes
-from kosmos_heuristics import Machine, MoeProblem, load_machine, plan_moe_forward
+from kosmos_heuristics import (
+    Machine,
+    MoeProblem,
+    load_machine,
+    plan_moe_backward,
+    plan_moe_forward,
+)
 
-from kosmos_moe.device.config import Factors, ForwardOperands
+from kosmos_moe.device.config import BackwardOperands, Factors, ForwardOperands
+from kosmos_moe.kernels.backward import moe_backward_kernel
 from kosmos_moe.kernels.forward import moe_forward_kernel
 from kosmos_moe.memory import MoeLimits, needs_of
 from kosmos_moe.ops.call import Layer, make_config
@@ -55,13 +62,27 @@ def _variants() -> list[Variant]:
         ((1, *QWEN3_30B[1:]), RouterOptions(8), {}),
         (LLAMA4, RouterOptions(1, score="sigmoid"), {"save": True}),
         (ODD, RouterOptions(5), {"bf16_router": True}),
+        *_backward_variants(),
+    ]
+
+
+def _backward_variants() -> list[Variant]:
+    losses = RouterOptions(8, aux_coefficient=0.01, z_coefficient=0.001)
+    back = {"backward": True, "save": True}
+    return [
+        (DEEPSEEK_V3, replace(GROUPED, aux_coefficient=0.1), {**back, "padded": True}),
+        (QWEN3_30B, losses, back),
+        (QWEN3_30B, RouterOptions(8), {**back, "given": True}),
+        ((1, *QWEN3_30B[1:]), RouterOptions(8, score_first=False), {**back, "bf16_router": True}),
+        (LLAMA4, RouterOptions(1, score="sigmoid"), back),
+        (ODD, RouterOptions(5, normalize=True), {**back, "bf16_router": True}),
     ]
 
 
 def compile_cases() -> list[CompileCase]:
     """Cases of all kernels of this package."""
     return [
-        _forward_case(target, load_machine(machine), *variant)
+        _case(target, load_machine(machine), *variant)
         for target, machine in TARGETS.items()
         for variant in _variants()
     ]
@@ -75,18 +96,20 @@ def _context(target: str, limits: MoeLimits, machine: Machine, trace: int) -> Co
     return Context("*i64", "*i32", "*i64", "*i64", *(tl.constexpr(c) for c in constants))
 
 
-def _operands(router: str) -> ForwardOperands:
-    bf16, fp32, int32 = "*bf16", "*fp32", "*i32"
-    kinds = dict.fromkeys(ForwardOperands._fields, bf16)
-    kinds.update(router_ptr=router, padding_ptr="*u8")
-    kinds.update(dict.fromkeys(("bias_ptr", "loss_ptr", "weights_ptr", "logits_ptr"), fp32))
-    kinds["sums_ptr"] = fp32
-    for name in ("ids", "places", "counts", "list", "tables", "verdict"):
-        kinds[f"{name}_ptr"] = int32
-    return ForwardOperands(**kinds)
+FP32 = (
+    "bias", "loss", "weights", "logits", "sums", "dloss", "drouter", "dweights", "partials",
+    "dlogits", "router_dx",
+)  # fmt: skip
+INT32 = ("ids", "places", "counts", "list", "tables", "verdict")
 
 
-def _forward_case(
+def _operands(kind: Any, router: str) -> Any:
+    types = {**dict.fromkeys(FP32, "*fp32"), **dict.fromkeys(INT32, "*i32")}
+    types.update(router=router, padding="*u8")
+    return kind(*(types.get(name.removesuffix("_ptr"), "*bf16") for name in kind._fields))
+
+
+def _case(
     target: str,
     machine: Machine,
     sizes: tuple[int, int, int, int, int, int],
@@ -98,30 +121,33 @@ def _forward_case(
     order = choices.get("order", "destination_minor")
     bf16_router = choices.get("bf16_router", False)
     problem = MoeProblem(TOKENS, hidden, inter, experts, topk, world)
-    plan = plan_moe_forward(problem, machine, policy=policy, order=order)
-    limits = MoeLimits(world, TOKENS, hidden, inter, experts, topk, shared)
+    backward = choices.get("backward", False)
+    make = plan_moe_backward if backward else plan_moe_forward
+    plan = make(problem, machine, policy=policy, order=order)
+    kind: Any = BackwardOperands if backward else ForwardOperands
+    limits = MoeLimits(world, TOKENS, hidden, inter, experts, topk, shared, training=backward)
     layer = Layer(
         hidden, inter, experts, shared, router, torch.bfloat16 if bf16_router else torch.float32,
         choices.get("biased", False), choices.get("padded", False), choices.get("given", False),
     )  # fmt: skip
-    config = make_config(layer, plan, machine, world, choices.get("save", False))
-    words = [f"{name}={value}" for name, value in choices.items()]
+    config = make_config(layer, plan, machine, world, choices.get("save", False), backward)
+    words = [f"{name}={value}" for name, value in choices.items() if name != "backward"]
     factors = Factors(*("fp32",) * len(Factors._fields))
     ints = ("tokens", "hidden", "inter", "shared_inter", "arena_blocks", "dispatch_crew")
     aligned = [name for name, size in (("hidden", hidden), ("inter", inter)) if size % 16 == 0]
     peers = world > 1
     return CompileCase(
-        name=f"moe_forward {layer} ep={world} score={router.score} {' '.join(words)}".strip(),
-        kernel=moe_forward_kernel,
+        name=f"moe_{'backward' if backward else 'forward'} {layer} ep={world} score={router.score} {' '.join(words)}".strip(),
+        kernel=moe_backward_kernel if backward else moe_forward_kernel,
         signature={
-            "ops": _operands("*bf16" if bf16_router else "*fp32"),
+            "ops": _operands(kind, "*bf16" if bf16_router else "*fp32"),
             "ctx": _context(target, limits, machine, choices.get("trace", 0)),
             "factors": factors,
             **dict.fromkeys((*ints, "combine_crew", "call_hash"), "i32"),
             "CONFIG": config,
         },
         divisible_by_16=(
-            *(f"ops.{f}" for f in ForwardOperands._fields),
+            *(f"ops.{f}" for f in kind._fields),
             *(f"ctx.{f}" for f in CONTEXT_POINTERS),
             *aligned,
             *(("shared_inter",) if shared % 16 == 0 and shared else ()),

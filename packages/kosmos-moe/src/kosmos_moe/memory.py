@@ -40,6 +40,7 @@ class MoeLimits:
     topk: int
     shared_inter: int = 0
     capacity: float | None = None
+    training: bool = False
 
     def __post_init__(self) -> None:
         for name in ("world_size", "max_tokens", "hidden", "inter", "experts", "topk"):
@@ -111,20 +112,33 @@ def needs_of(limits: MoeLimits, machine: Machine) -> Needs:
     rows = blocks * machine.tile.block_m
     route_blocks = cdiv(tokens, ROUTER_TILE[machine.rule_set][0])
     token_blocks = cdiv(tokens, machine.tile.block_m)
-    counters = route_blocks + 2 * blocks + token_blocks
+    counters = route_blocks + 2 * blocks + max(token_blocks, limits.local_experts)
     own_words = int(layout.BLOCKS.value) - int(core_layout.COUNTERS.value)
     table = layout.table_words(limits.world_size, experts, route_blocks)
     choices = tokens * limits.topk
     counts = limits.world_size * experts
     bf16, fp32, int32 = torch.bfloat16, torch.float32, torch.int32
     shared = tokens if limits.shared_inter else 0
+    regions = [
+        Region("counts", int(layout.COUNTS.value), counts, int32, depth=2),
+        Region("arena", int(layout.ARENA.value), rows * hidden, bf16),
+        Region("return", int(layout.RETURN.value), choices * hidden, bf16),
+    ]
+    more: dict[str, tuple[int, torch.dtype]] = {}
+    if limits.training:
+        regions.append(Region("inputs", int(layout.INPUTS.value), rows * hidden, bf16))
+        regions.append(Region("scalars", int(layout.SCALARS.value), rows + choices, fp32))
+        columns = cdiv(limits.inter, machine.tile.block_n // 2)
+        more = {
+            "dgu": (2 * rows * limits.inter, bf16),
+            "partials": (columns * rows, fp32),
+            "dlogits": (tokens * experts, fp32),
+            "router_dx": (tokens * hidden, fp32),
+            "shared_dgu": (max(8, 2 * shared * limits.shared_inter), bf16),
+        }
     return Needs(
-        regions=(
-            Region("counts", int(layout.COUNTS.value), counts, int32, depth=2),
-            Region("arena", int(layout.ARENA.value), rows * hidden, bf16),
-            Region("return", int(layout.RETURN.value), choices * hidden, bf16),
-        ),
-        max_tile_rows=limits.local_experts + LINE,
+        regions=tuple(regions),
+        max_tile_rows=2 * limits.local_experts + LINE,
         num_counters=max(0, own_words) + counters,
         scratch={
             "h": (rows * limits.inter, bf16),
@@ -137,6 +151,7 @@ def needs_of(limits: MoeLimits, machine: Machine) -> Needs:
             "list": (choices, int32),
             "tables": (table, int32),
             "verdict": (4, int32),
+            **more,
         },
         arena_blocks=blocks,
     )

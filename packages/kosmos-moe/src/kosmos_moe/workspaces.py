@@ -66,6 +66,7 @@ class MoEWorkspace(Workspace):
         capacity: rows that an arena has room for, as a multiple of `max_tokens * topk`, what each
             rank is sent when all are sent equally many; None makes room for the worst case, so that
             no call can overflow.
+        training: also make room for backwards.
         machine: machine model that plans are made for; rank 0's is used by all. None takes the
             world's own.
         timeout_s: bound of every wait.
@@ -88,6 +89,7 @@ class MoEWorkspace(Workspace):
         *,
         shared_inter: int = 0,
         capacity: float | None = None,
+        training: bool = False,
         machine: Machine | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace_events: int = 0,
@@ -95,8 +97,9 @@ class MoEWorkspace(Workspace):
     ) -> None:
         try:
             limits = MoeLimits(
-                world.size, max_tokens, hidden, inter, experts, topk, shared_inter, capacity
-            )
+                world.size, max_tokens, hidden, inter, experts, topk, shared_inter, capacity,
+                training,
+            )  # fmt: skip
             if world.fused and world.num_wgs < LEAST_WGS:
                 raise WorkspaceError(
                     f"world: got {world.num_wgs} workgroups, wanted at least {LEAST_WGS} (a mover "

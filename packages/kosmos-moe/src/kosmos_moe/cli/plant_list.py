@@ -228,8 +228,8 @@ _BUILD = [
         (
             (
                 expert_gemm.await_rows,
-                "words_ptr + source * ctx.MAX_ROWS, rows, source",
-                "words_ptr + source * ctx.MAX_ROWS, tl.minimum(rows, 1), source",
+                "words_ptr + source * ctx.MAX_ROWS, wanted, source",
+                "words_ptr + source * ctx.MAX_ROWS, tl.minimum(wanted, 1), source",
             ),
         ),
         sizes=ONE_EXPERT,

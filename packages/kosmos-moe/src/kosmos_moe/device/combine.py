@@ -26,7 +26,8 @@ from kosmos_core.device.trace import COMBINE, trace_begin, trace_end
 
 from kosmos_moe.device.config import FIXED, TWO_WAY
 from kosmos_moe.device.dispatch import unit_of
-from kosmos_moe.device.expert_gemm import all_views, build_down, build_up, tile_queue
+from kosmos_moe.device.expert_gemm import all_views, build_forward
+from kosmos_moe.device.gradient import build_gradient, gradient_views
 from kosmos_moe.device.layout import (
     COMBINE_QUEUE,
     COMBINE_UNITS,
@@ -104,7 +105,10 @@ def await_span(ctx, call, standing, words_ptr, first, past, tiles):
 @triton.jit
 def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONFIG):
     """A builder, or a dual-role mover: tiles in queue order, and units between them."""
-    up, down, shared_up, shared_down = all_views(ops, ctx, call, size, CONFIG)
+    if CONFIG.BACKWARD:
+        views = gradient_views(ops, ctx, call, size, CONFIG)
+    else:
+        views = all_views(ops, ctx, call, size, CONFIG)
     # What was acquired up to here, tables and starts included, is older than what tiles load.
     fence_async_proxy(ctx.TARGET)
     is_mover = call.ticket < combine_crew
@@ -117,7 +121,8 @@ def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONF
     past = unit * 0
     while builds | combines | (unit >= 0):
         # Made anew for each tile: kept over a tile's sums, they would cost registers that are full.
-        queue = tile_queue(size, tl.load(tables.head + ROW_BLOCKS), CONFIG)
+        row_blocks = tl.load(tables.head + ROW_BLOCKS)
+        columns = tl.cdiv(size.hidden, CONFIG.BLOCK_N)
         moved = unit < -1
         if combines & (unit < 0):
             unit = queue_claim(call.set_ptr + COMBINE_QUEUE)
@@ -129,11 +134,9 @@ def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONF
         if unit >= 0:
             words_ptr = finished_at(call, size)
             if builds:
-                first = poll_span(words_ptr, first, past, queue.columns2)
+                first = poll_span(words_ptr, first, past, columns)
             else:
-                first, standing = await_span(
-                    ctx, call, standing, words_ptr, first, past, queue.columns2
-                )
+                first, standing = await_span(ctx, call, standing, words_ptr, first, past, columns)
             if first >= past:
                 if standing.ok != 0:
                     push_unit(ops, ctx, call, size, tables, unit, CONFIG)
@@ -141,15 +144,15 @@ def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONF
                 moved = unit < 0
         if builds & (moved == 0):
             index = queue_claim(call.set_ptr + TILE_QUEUE)
-            if index < queue.gemm2:
-                standing = build_up(
-                    ctx, call, standing, size, tables, queue, up, shared_up, index, CONFIG
-                )
-            elif index < queue.total:
-                standing = build_down(
-                    ctx, call, standing, size, tables, queue, down, shared_down, index, CONFIG
+            if CONFIG.BACKWARD:
+                standing, built = build_gradient(
+                    ops, ctx, call, standing, size, tables, row_blocks, views, index, CONFIG
                 )
             else:
+                standing, built = build_forward(
+                    ctx, call, standing, size, tables, row_blocks, views, index, CONFIG
+                )
+            if not built:
                 builds = index < 0
                 if CONFIG.POLICY != FIXED:
                     combines = combines | (is_mover == 0)

@@ -43,6 +43,8 @@ class MoeConfig(NamedTuple):
         FOLD_ROWS: tokens that are folded at once.
         POLICY, ORDER: who combines; order of the push lists.
         SAVE: whether the pre-activations are kept.
+        BACKWARD: whether this is the backward.
+        WGRAD_K: rows that a step of a weight gradient's contraction takes; divides BLOCK_M.
     """
 
     EXPERTS: tl.constexpr
@@ -85,6 +87,8 @@ class MoeConfig(NamedTuple):
     POLICY: tl.constexpr
     ORDER: tl.constexpr
     SAVE: tl.constexpr
+    BACKWARD: tl.constexpr
+    WGRAD_K: tl.constexpr
 
 
 class Factors(NamedTuple):
@@ -157,3 +161,63 @@ class ForwardOperands(NamedTuple):
     list_ptr: tl.tensor
     tables_ptr: tl.tensor
     verdict_ptr: tl.tensor
+
+
+class BackwardOperands(NamedTuple):
+    """Matrices of one backward, row-major; what the forward saved, gradients in and out, scratch.
+
+    Attributes:
+        dy_ptr: bf16 [tokens, hidden].
+        dloss_ptr: fp32 [1], gradient of the auxiliary loss.
+        x_ptr, router_ptr, bias_ptr, padding_ptr, w1_ptr, w2_ptr, shared1_ptr, shared2_ptr, ids_ptr,
+            weights_ptr, places_ptr, act_ptr, shared_act_ptr, logits_ptr, list_ptr, tables_ptr: as
+            in `ForwardOperands`.
+        y_ptr: bf16 [tokens, hidden], gradient of the tokens.
+        drouter_ptr: fp32 [experts, hidden].
+        dweights_ptr: fp32 [tokens, k], gradient of a routing that was given.
+        dw1_ptr: bf16 [local experts, 2, inter, hidden].
+        dw2_ptr: bf16 [local experts, hidden, inter].
+        dshared1_ptr, dshared2_ptr: bf16, likewise of the shared expert.
+        h_ptr: bf16 [arena rows, inter], w * h.
+        dgu_ptr: bf16 [2, arena rows, inter], gradients of gate and up.
+        y2_ptr: bf16 [arena rows, hidden], gradients of the arena's token rows.
+        partials_ptr: fp32 [columns, arena rows], parts of dw.
+        shared_h_ptr, shared_dgu_ptr, shared_y_ptr: likewise of the shared expert.
+        dlogits_ptr: fp32 [tokens, experts].
+        router_dx_ptr: fp32 [tokens, hidden].
+    """
+
+    dy_ptr: tl.tensor
+    dloss_ptr: tl.tensor
+    x_ptr: tl.tensor
+    router_ptr: tl.tensor
+    bias_ptr: tl.tensor
+    padding_ptr: tl.tensor
+    w1_ptr: tl.tensor
+    w2_ptr: tl.tensor
+    shared1_ptr: tl.tensor
+    shared2_ptr: tl.tensor
+    ids_ptr: tl.tensor
+    weights_ptr: tl.tensor
+    places_ptr: tl.tensor
+    act_ptr: tl.tensor
+    shared_act_ptr: tl.tensor
+    logits_ptr: tl.tensor
+    list_ptr: tl.tensor
+    tables_ptr: tl.tensor
+    y_ptr: tl.tensor
+    drouter_ptr: tl.tensor
+    dweights_ptr: tl.tensor
+    dw1_ptr: tl.tensor
+    dw2_ptr: tl.tensor
+    dshared1_ptr: tl.tensor
+    dshared2_ptr: tl.tensor
+    h_ptr: tl.tensor
+    dgu_ptr: tl.tensor
+    y2_ptr: tl.tensor
+    partials_ptr: tl.tensor
+    shared_h_ptr: tl.tensor
+    shared_dgu_ptr: tl.tensor
+    shared_y_ptr: tl.tensor
+    dlogits_ptr: tl.tensor
+    router_dx_ptr: tl.tensor

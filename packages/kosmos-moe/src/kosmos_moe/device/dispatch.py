@@ -23,7 +23,15 @@ from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.trace import MOVE, trace_begin, trace_end
 
 from kosmos_moe.device.config import DESTINATION_MAJOR
-from kosmos_moe.device.layout import ARENA, DISPATCH_QUEUE, DISPATCH_UNITS, LISTED, arrivals_at
+from kosmos_moe.device.layout import (
+    ARENA,
+    DISPATCH_QUEUE,
+    DISPATCH_UNITS,
+    INPUTS,
+    LISTED,
+    SCALARS,
+    arrivals_at,
+)
 from kosmos_moe.device.plan import await_word
 
 
@@ -53,8 +61,17 @@ def unit_of(prefix_ptr, unit, units, rank, WORLD: tl.constexpr, MAJOR: tl.conste
 
 
 @triton.jit
-def dispatch_unit(ops, ctx, call, size, tables, unit, units, CONFIG):
-    """Pushes the rows of a unit and counts them in at their owner."""
+def dispatch_unit(
+    ops, ctx, call, size, tables, unit, units, rows_ptr, word, REGION: tl.constexpr,
+    WEIGHTS: tl.constexpr, CONFIG,
+):  # fmt: skip
+    """Pushes rows of a unit's tokens and counts them in at their owner.
+
+    rows_ptr: what to push, [tokens, hidden].
+    word: first of the owner's words that count rows of this rank.
+    WEIGHTS: whether the weights of the tokens' choices go with them.
+    """
+    K: tl.constexpr = CONFIG.TOPK
     local, part, owner = unit_of(
         tables.dispatches, unit, units, call.rank, ctx.WORLD, CONFIG.ORDER == DESTINATION_MAJOR,
         CONFIG,
@@ -64,31 +81,59 @@ def dispatch_unit(ops, ctx, call, size, tables, unit, units, CONFIG):
     first = part * CONFIG.UNIT_ROWS
     rows = tl.minimum(tl.load(tables.counts + at) - first, CONFIG.UNIT_ROWS)
     if rows > 0:
-        list_ptr = ops.list_ptr + tl.load(tables.starts + at) + first
+        begin = tl.load(tables.starts + at) + first
         to_row = tl.load(tables.arena_rows + expert) + tl.load(tables.before + at) + first
-        arena_ptr = peer_ptr(ctx, ARENA, owner, tl.bfloat16)
+        arena_ptr = peer_ptr(ctx, REGION, owner, tl.bfloat16)
         for i in range(0, rows, CONFIG.COPY_ROWS):
             places = i + tl.arange(0, CONFIG.COPY_ROWS)
             inside = places < rows
-            tokens = tl.load(list_ptr + places, mask=inside, other=0)
+            tokens = tl.load(ops.list_ptr + begin + places, mask=inside, other=0)
             copy_rows(
-                ops.x_ptr, tokens, arena_ptr, to_row + places, inside, size.hidden, CONFIG.PIECE,
+                rows_ptr, tokens, arena_ptr, to_row + places, inside, size.hidden, CONFIG.PIECE,
                 CONFIG.BURST,
             )  # fmt: skip
-        word_ptr = arrivals_at(ctx, call, owner) + call.rank * ctx.MAX_ROWS + local
+            if WEIGHTS:
+                weight = tl.zeros((CONFIG.COPY_ROWS,), tl.float32)
+                for j in tl.static_range(0, K):
+                    choice = tokens * K + j
+                    place = tl.load(ops.places_ptr + choice, mask=inside, other=-1)
+                    own = tl.load(ops.weights_ptr + choice, mask=inside, other=0.0)
+                    weight = tl.where(place == begin + places, own, weight)
+                scalars_ptr = peer_ptr(ctx, SCALARS, owner, tl.float32)
+                tl.store(scalars_ptr + to_row + places, weight, mask=inside)
+        word_ptr = arrivals_at(ctx, call, owner) + call.rank * ctx.MAX_ROWS + word + local
         flag_arrive(word_ptr, "sys", ctx.TARGET, rows)
 
 
 @triton.jit
 def dispatch(ops, ctx, call, standing, size, tables, CONFIG):
-    """A dispatcher: units in queue order until none is left."""
-    standing = await_word(ctx, call, standing, LISTED, size.route_blocks, PHASE_PLAN)
+    """A dispatcher: units in queue order until none is left.
+
+    Backward: gradients with their weights first, token rows afterwards.
+    """
+    if not CONFIG.BACKWARD:
+        standing = await_word(ctx, call, standing, LISTED, size.route_blocks, PHASE_PLAN)
     units = tl.load(tables.head + DISPATCH_UNITS)
+    passes = 2 if CONFIG.BACKWARD else 1
     unit = units * 0
-    while (unit < units) & (standing.ok != 0):
+    while (unit < units * passes) & (standing.ok != 0):
         unit = queue_claim(call.set_ptr + DISPATCH_QUEUE)
-        if unit < units:
+        if unit < units * passes:
             begin = trace_begin(ctx)
-            dispatch_unit(ops, ctx, call, size, tables, unit, units, CONFIG)
+            if CONFIG.BACKWARD:
+                if unit < units:
+                    dispatch_unit(
+                        ops, ctx, call, size, tables, unit, units, ops.dy_ptr, 0, ARENA, True,
+                        CONFIG,
+                    )  # fmt: skip
+                else:
+                    dispatch_unit(
+                        ops, ctx, call, size, tables, unit - units, units, ops.x_ptr,
+                        CONFIG.LOCAL_EXPERTS, INPUTS, False, CONFIG,
+                    )  # fmt: skip
+            else:
+                dispatch_unit(
+                    ops, ctx, call, size, tables, unit, units, ops.x_ptr, 0, ARENA, False, CONFIG
+                )
             trace_end(ctx, MOVE, unit, begin)
     return standing

@@ -155,10 +155,11 @@ def all_views(ops, ctx, call, size, CONFIG):
 
 
 @triton.jit
-def await_rows(ctx, call, standing, tables, local, first, CONFIG):
-    """Waits for the sources whose rows a row block of a local expert reads, and for no other.
+def await_rows(ctx, call, standing, tables, local, first, rows, word, CONFIG):
+    """Waits for the sources of some rows of a local expert, and for no other.
 
-    first: first row of the block within the expert's rows.
+    first, rows: which of the expert's rows.
+    word: first of the words that count them.
     """
     expert = call.rank * CONFIG.LOCAL_EXPERTS + local
     sources = tl.arange(0, CONFIG.WORLD_P2)
@@ -168,13 +169,13 @@ def await_rows(ctx, call, standing, tables, local, first, CONFIG):
     ends = begins + tl.load(tables.counts + at, mask=inside, other=0)
     # Sources lie one behind the other: those before the block have ended, those after not begun.
     source = tl.sum((inside & (ends <= first)).to(tl.int32), axis=0)
-    past = tl.sum((begins < first + CONFIG.BLOCK_M).to(tl.int32), axis=0)
-    words_ptr = arrivals_at(ctx, call, call.rank) + local
+    past = tl.sum((begins < first + rows).to(tl.int32), axis=0)
+    words_ptr = arrivals_at(ctx, call, call.rank) + word + local
     ok = standing.ok
     while (source < past) & (ok != 0):
-        rows = tl.load(tables.counts + source * CONFIG.EXPERTS + expert)
+        wanted = tl.load(tables.counts + source * CONFIG.EXPERTS + expert)
         ok = flag_wait(
-            ctx, call, words_ptr + source * ctx.MAX_ROWS, rows, source, local, PHASE_BUILD,
+            ctx, call, words_ptr + source * ctx.MAX_ROWS, wanted, source, local, PHASE_BUILD,
             FLAG_ARRIVAL, "sys",
         )  # fmt: skip
         source += 1
@@ -249,7 +250,7 @@ def build_up(ctx, call, standing, size, tables, queue, views, shared_views, inde
         local = find_local(tables.blocks, block, CONFIG)
         chunk = 2 * local
         first = (block - tl.load(tables.blocks + local)) * CONFIG.BLOCK_M
-        standing = await_rows(ctx, call, standing, tables, local, first, CONFIG)
+        standing = await_rows(ctx, call, standing, tables, local, first, CONFIG.BLOCK_M, 0, CONFIG)
     fence_async_proxy(ctx.TARGET)
     trace_end(ctx, WAIT, index, begin)
     begin = trace_begin(ctx)
@@ -296,3 +297,20 @@ def build_down(ctx, call, standing, size, tables, queue, views, shared_views, in
         flag_arrive(done_ptr, "gpu", ctx.TARGET)
     trace_end(ctx, BUILD, index, begin)
     return standing
+
+
+@triton.jit
+def build_forward(ctx, call, standing, size, tables, row_blocks, views, index, CONFIG):
+    """Tile `index` of the queue.
+
+    Returns (standing, whether there is such a tile).
+    """
+    up, down, shared_up, shared_down = views
+    queue = tile_queue(size, row_blocks, CONFIG)
+    if index < queue.gemm2:
+        standing = build_up(ctx, call, standing, size, tables, queue, up, shared_up, index, CONFIG)
+    elif index < queue.total:
+        standing = build_down(
+            ctx, call, standing, size, tables, queue, down, shared_down, index, CONFIG
+        )
+    return standing, index < queue.total

@@ -9,8 +9,18 @@ from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.trace import FOLD, WAIT, trace_begin, trace_end
 
-from kosmos_moe.device.layout import FOLD_QUEUE, LISTED, OWED, RETURN, SHARED_DONE, returned_at
+from kosmos_moe.device.config import GIVEN
+from kosmos_moe.device.layout import (
+    FOLD_QUEUE,
+    LISTED,
+    OWED,
+    RETURN,
+    ROUTER_DONE,
+    SHARED_DONE,
+    returned_at,
+)
 from kosmos_moe.device.plan import await_word
+from kosmos_moe.device.router_grad import num_router_tiles
 
 
 @triton.jit
@@ -28,9 +38,14 @@ def fold_rows(ops, ctx, call, size, block, CONFIG):
         for j in tl.static_range(0, K):
             place = tl.load(ops.places_ptr + rows * K + j, mask=inside, other=-1)
             weight = tl.load(ops.weights_ptr + rows * K + j, mask=inside, other=0.0)
+            if CONFIG.BACKWARD:
+                # They were applied to what the experts' gradients were made of.
+                weight = tl.where(inside, 1.0, 0.0)
             row_ptr = return_ptr + place.to(tl.int64)[:, None] * size.hidden
             row = tl.load(row_ptr + at, mask=wanted & (place >= 0)[:, None], other=0.0)
             total += weight[:, None] * row.to(tl.float32)
+        if CONFIG.BACKWARD and CONFIG.ROUTING != GIVEN:
+            total += tl.load(ops.router_dx_ptr + row_at + at, mask=wanted, other=0.0)
         if CONFIG.SHARED:
             total += tl.load(ops.shared_y_ptr + row_at + at, mask=wanted, other=0.0).to(tl.float32)
         tl.store(ops.y_ptr + row_at + at, total.to(tl.bfloat16), mask=wanted)
@@ -40,7 +55,12 @@ def fold_rows(ops, ctx, call, size, block, CONFIG):
 def await_returned(ctx, call, standing, size, tables, shared_tiles, CONFIG):
     """Waits until everything that a fold reads is there."""
     begin = trace_begin(ctx)
-    standing = await_word(ctx, call, standing, LISTED, size.route_blocks, PHASE_FOLD)
+    if CONFIG.BACKWARD:
+        standing = await_word(
+            ctx, call, standing, ROUTER_DONE, num_router_tiles(size, CONFIG), PHASE_FOLD
+        )
+    else:
+        standing = await_word(ctx, call, standing, LISTED, size.route_blocks, PHASE_FOLD)
     ok = standing.ok
     if ok != 0:
         ok = flag_wait(

@@ -15,6 +15,8 @@ from kosmos_core.device.peers import peer_ptr
 COUNTS = SHARD  # int32 [ranks, experts], by parity: how many rows each rank has for each expert
 ARENA = GATHER  # bf16 [rows, hidden]: rows that this rank's experts are to work on
 RETURN = tl.constexpr(5)  # bf16 [tokens * k, hidden]: results of this rank's tokens, in list order
+INPUTS = tl.constexpr(6)  # backward: bf16 [rows, hidden], token rows beside the gradients in ARENA
+SCALARS = tl.constexpr(7)  # backward: fp32, weights of the arena's rows, then dw in list order
 
 # One set of counters. Heads and counters that many hit stand on lines of their own.
 ROUTE_QUEUE = tl.constexpr(64)
@@ -28,8 +30,18 @@ TILE_QUEUE = tl.constexpr(288)
 COMBINE_QUEUE = tl.constexpr(320)
 FOLD_QUEUE = tl.constexpr(352)
 SHARED_DONE = tl.constexpr(384)
+SHARED_HALF = tl.constexpr(416)
+ROUTER_DONE = tl.constexpr(448)
 # Per block: router tiles, then GEMM1 and GEMM2 tiles of row blocks, then those of the shared one.
-BLOCKS = tl.constexpr(416)
+BLOCKS = tl.constexpr(480)
+
+# The same words in a backward, which neither routes nor plans nor lists.
+LOGIT_QUEUE = ROUTE_QUEUE
+LOGITS_DONE = ROUTED
+STARTED = COUNTED
+PADDED = LAID_OUT
+PAD_QUEUE = LIST_QUEUE
+ROUTER_QUEUE = LISTED
 
 # Head of the tables, written by the planner.
 VERDICT = tl.constexpr(0)
@@ -123,6 +135,12 @@ def arrivals_at(ctx, call, rank):
 def returned_at(ctx, call, rank):
     """Word in which all ranks count the rows that they have sent back to `rank`."""
     return arrivals_at(ctx, call, rank) + ctx.MAX_ROWS - 1
+
+
+@triton.jit
+def weighed_at(ctx, call, rank):
+    """Word in which all ranks count the routing-weight gradients sent back to `rank`."""
+    return arrivals_at(ctx, call, rank) + ctx.MAX_ROWS - 2
 
 
 @triton.jit

@@ -103,8 +103,8 @@ def within_groups(keys, experts, CONFIG):
 
 
 @triton.jit
-def score_rows(ops, logits, experts, CONFIG):
-    """(scores, keys, largest logit, sum of exponentials) of [rows, experts] tame logits."""
+def score_rows(logits, experts, CONFIG):
+    """(scores, largest logit, sum of exponentials) of [rows, experts] tame logits."""
     known = (experts < CONFIG.EXPERTS)[None, :]
     most = tl.max(tl.where(known, logits, float("-inf")), axis=1)
     powers = tl.where(known, tl.exp(logits - most[:, None]), 0.0)
@@ -113,6 +113,12 @@ def score_rows(ops, logits, experts, CONFIG):
         scores = tl.where(known, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
     else:
         scores = powers / total[:, None]
+    return scores, most, total
+
+
+@triton.jit
+def key_rows(ops, logits, scores, experts, CONFIG):
+    """[rows, experts] keys by which experts are chosen; -inf for what must not be."""
     keys = logits
     if CONFIG.BIAS or CONFIG.GROUPS > 1:
         if CONFIG.SCORE_FIRST:
@@ -121,10 +127,10 @@ def score_rows(ops, logits, experts, CONFIG):
             bias = tl.load(ops.bias_ptr + experts, mask=experts < CONFIG.EXPERTS, other=0.0)
             keys = keys + bias[None, :]
         keys = tame(keys)
-    keys = tl.where(known, keys, float("-inf"))
+    keys = tl.where((experts < CONFIG.EXPERTS)[None, :], keys, float("-inf"))
     if CONFIG.GROUPS > 1:
         keys = within_groups(keys, experts, CONFIG)
-    return scores, keys, most, total
+    return keys
 
 
 @triton.jit
@@ -178,7 +184,8 @@ def route_rows(ops, size, factors, rows, experts, CONFIG):
     logits = tame(
         tl.load(ops.logits_ptr + at, mask=(rows < size.tokens)[:, None] & known, other=0.0)
     )
-    scores, keys, most, total = score_rows(ops, logits, experts, CONFIG)
+    scores, most, total = score_rows(logits, experts, CONFIG)
+    keys = key_rows(ops, logits, scores, experts, CONFIG)
     source = scores if CONFIG.SCORE_FIRST else logits
     chosen = tl.zeros((CONFIG.EXPERTS_P2,), tl.int32)
     for j in tl.static_range(0, K):

@@ -11,7 +11,14 @@ import triton.language as tl
 from kosmos_core.arguments import ARGUMENT, WORKSPACE, Rejected, agreed_hash
 from kosmos_core.errors import ArgumentError, WorkspaceError
 from kosmos_core.launch import intern_key
-from kosmos_heuristics import HeuristicsError, Machine, MoeForwardPlan, MoeProblem, plan_moe_forward
+from kosmos_heuristics import (
+    HeuristicsError,
+    Machine,
+    MoePlan,
+    MoeProblem,
+    plan_moe_backward,
+    plan_moe_forward,
+)
 from kosmos_heuristics.tiles import copy_step_bytes
 
 from kosmos_moe.device import config as codes
@@ -92,7 +99,7 @@ class Prepared:
     """
 
     layer: Layer
-    plan: MoeForwardPlan
+    plan: MoePlan
     decline: str | None
     call_hash: int
     config: MoeConfig
@@ -101,20 +108,22 @@ class Prepared:
     label: str
 
 
-def prepare(layer: Layer, workspace: MoEWorkspace, options: MoeOptions) -> Prepared:
-    """The prepared call of a layer, planned once.
+def prepare(
+    layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: bool = False
+) -> Prepared:
+    """The prepared call of a layer in one direction, planned once.
 
     Raises:
         Rejected: a choice is not allowed, or the layer does not fit the workspace.
     """
-    key = (layer, options)
+    key = (layer, options, backward)
     call: Prepared | None = workspace.prepared.get(key)
     if call is None:
-        call = workspace.prepared[key] = _plan(layer, workspace, options)
+        call = workspace.prepared[key] = _plan(layer, workspace, options, backward)
     return call
 
 
-def _plan(layer: Layer, workspace: MoEWorkspace, options: MoeOptions) -> Prepared:
+def _plan(layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: bool) -> Prepared:
     options.check()
     _check_room(layer, workspace)
     world = workspace.world
@@ -126,7 +135,8 @@ def _plan(layer: Layer, workspace: MoEWorkspace, options: MoeOptions) -> Prepare
             workspace.limits.max_tokens, layer.hidden, layer.inter, layer.experts,
             layer.router.topk, world.size,
         )  # fmt: skip
-        plan = plan_moe_forward(
+        make = plan_moe_backward if backward else plan_moe_forward
+        plan = make(
             problem, workspace.machine, cap=min(options.cap or most, most),
             transport=options.transport, policy=options.policy, order=options.order,
             **options.overrides(),
@@ -135,11 +145,14 @@ def _plan(layer: Layer, workspace: MoEWorkspace, options: MoeOptions) -> Prepare
         raise Rejected(ARGUMENT, error) from error
     except HeuristicsError as error:
         raise Rejected(ARGUMENT, ArgumentError(str(error))) from error
-    label = f"moe_forward {layer}"
+    name = "moe_backward" if backward else "moe_forward"
+    label = f"{name} {layer}"
     decline = _decline(layer, workspace, label)
-    config = make_config(layer, plan, workspace.machine, world.size, options.save)
+    config = make_config(
+        layer, plan, workspace.machine, world.size, options.save, backward=backward
+    )
     call_hash = agreed_hash(
-        "moe_forward", layer, plan.block_m, config.UNIT_ROWS.value, options.save, decline is None,
+        name, layer, plan.block_m, config.UNIT_ROWS.value, options.save, decline is None,
     )  # fmt: skip
     built_for = (
         layer.hidden, layer.inter, layer.shared_inter, layer.router_dtype, plan.num_warps,
@@ -203,7 +216,12 @@ def _fitting(elements: int, columns: int, bounds: tuple[int, int]) -> int:
 
 
 def make_config(
-    layer: Layer, plan: MoeForwardPlan, machine: Machine, world_size: int, save: bool
+    layer: Layer,
+    plan: MoePlan,
+    machine: Machine,
+    world_size: int,
+    save: bool,
+    backward: bool = False,
 ) -> MoeConfig:
     """The constants of a launch."""
     router = layer.router
@@ -252,6 +270,8 @@ def make_config(
         "POLICY": POLICIES[plan.policy],
         "ORDER": ORDERS[plan.order],
         "SAVE": int(save),
+        "BACKWARD": int(backward),
+        "WGRAD_K": min(plan.block_k, plan.block_m),
     }
     if machine.rule_set == "executor":
         values.update(TINY)

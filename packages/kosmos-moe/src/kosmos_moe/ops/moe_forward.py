@@ -47,6 +47,29 @@ class MoeResult(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MoeSaved:
+    """What one forward keeps for its backward; it belongs to the call.
+
+    Attributes:
+        inputs: operands.
+        layer: sizes.
+        router: how tokens chose.
+        fused: whether the kernel made the forward; else a backward computes it anew.
+        tensors: what the kernel left, by name of its operand.
+    """
+
+    inputs: Inputs
+    layer: Layer
+    router: RouterOptions
+    fused: bool
+    tensors: dict[str, torch.Tensor]
+
+    def num_bytes(self) -> int:
+        """Bytes that are kept besides the operands."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+@dataclass(frozen=True)
 class Inputs:
     """The operands of a call, checked.
 
@@ -121,6 +144,18 @@ def moe_forward(
 
     Source: paper, section 3.3.1.
     """
+    given = Inputs(x, router_weight, w1, w2, bias, padding, routing, shared)
+    return run_forward(given, workspace, router, options, choices)[0]
+
+
+def run_forward(
+    given: Inputs,
+    workspace: MoEWorkspace,
+    router: RouterOptions,
+    options: MoeOptions | None,
+    choices: dict[str, Any],
+) -> tuple[MoeResult, MoeSaved]:
+    """`moe_forward`, and what it kept; with `save` that is enough for a backward."""
     if not isinstance(workspace, MoEWorkspace):
         raise ArgumentError(
             f"workspace: got {type(workspace).__name__}, wanted the MoEWorkspace of the group"
@@ -131,14 +166,13 @@ def moe_forward(
             workspace.ensure_usable()
         except WorkspaceError as error:
             raise Rejected(WORKSPACE, error) from error
-        given = Inputs(x, router_weight, w1, w2, bias, padding, routing, shared)
         layer = check_inputs(given, workspace, router)
         call = prepare(layer, workspace, options)
         given = _dense(given)
     if call.decline is not None:
         workspace.agree(call.label, call.call_hash)
-        return _reference(given, workspace, router)
-    result = _launch(given, workspace, call, options)
+        return run_reference(given, workspace, router), MoeSaved(given, layer, router, False, {})
+    result, saved = _launch(given, workspace, call, options)
     if call.can_overflow and int(workspace.scratch("verdict")[0]):
         # Every rank has come to the same verdict.
         workspace.check()
@@ -147,8 +181,8 @@ def moe_forward(
                 "capacity: the routing sends some rank more rows than its arena holds; create the "
                 "workspace with a larger capacity, or None for the worst case"
             )
-        return _reference(given, workspace, router)
-    return result
+        return run_reference(given, workspace, router), MoeSaved(given, layer, router, False, {})
+    return result, saved
 
 
 def _expect(name: str, t: object, kinds: tuple[torch.dtype, ...], dims: int, like: Any) -> None:
@@ -251,7 +285,8 @@ def _dense(given: Inputs) -> Inputs:
     )
 
 
-def _reference(given: Inputs, workspace: MoEWorkspace, router: RouterOptions) -> MoeResult:
+def run_reference(given: Inputs, workspace: MoEWorkspace, router: RouterOptions) -> MoeResult:
+    """The layer in plain PyTorch, without gradients."""
     shared = None if given.shared is None else reference.Experts(*given.shared)
     # As in the fused path, which records nothing either.
     with torch.no_grad():
@@ -264,8 +299,8 @@ def _reference(given: Inputs, workspace: MoEWorkspace, router: RouterOptions) ->
 
 def _launch(
     given: Inputs, workspace: MoEWorkspace, call: Prepared, options: MoeOptions
-) -> MoeResult:
-    """One launch of the kernel."""
+) -> tuple[MoeResult, MoeSaved]:
+    """One launch of the kernel, and what it leaves."""
     x, layer, plan = given.x, call.layer, call.plan
     tokens, device = x.shape[0], x.device
     choices = (tokens, layer.router.topk)
@@ -279,20 +314,23 @@ def _launch(
     places = torch.empty(choices, dtype=torch.int32, device=device)
     scratch = workspace.scratch
     act, shared_act = scratch("h"), scratch("shared_h")
+    logits, order, tables = scratch("logits"), scratch("list"), scratch("tables")
     if options.save:
         rows = workspace.needs.arena_blocks * plan.block_m
         act = torch.empty((2, rows, layer.inter), dtype=torch.bfloat16, device=device)
         shared_act = torch.empty(
             (2, tokens, max(8, layer.shared_inter)), dtype=torch.bfloat16, device=device
         )
+        logits = torch.empty((tokens, layer.experts), dtype=torch.float32, device=device)
+        order = torch.empty(choices, dtype=torch.int32, device=device)
+        tables = torch.empty_like(tables)
     shared1, shared2 = given.shared or (given.w1, given.w2)
     padding = x if given.padding is None else given.padding.view(torch.uint8)
     ops = ForwardOperands(
         x, given.router, loss if given.bias is None else given.bias, padding, given.w1, given.w2,
         shared1, shared2, y, loss, ids, weights, places, act, shared_act, scratch("h"),
-        scratch("y2"), scratch("shared_h"), scratch("shared_y"), scratch("logits"),
-        scratch("sums"), scratch("route_counts"), scratch("list"), scratch("tables"),
-        scratch("verdict"),
+        scratch("y2"), scratch("shared_h"), scratch("shared_y"), logits, scratch("sums"),
+        scratch("route_counts"), order, tables, scratch("verdict"),
     )  # fmt: skip
     router = layer.router
     factors = Factors(
@@ -308,7 +346,21 @@ def _launch(
         moe_forward_kernel, plan.cap, args, call.key, num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )  # fmt: skip
-    return MoeResult(y, loss[0], ids, weights)
+    kept = {
+        "ids_ptr": ids, "weights_ptr": weights, "places_ptr": places, "act_ptr": act,
+        "shared_act_ptr": shared_act, "logits_ptr": logits, "list_ptr": order,
+        "tables_ptr": tables,
+    }  # fmt: skip
+    saved = MoeSaved(given, layer, router, True, kept if options.save else {})
+    return MoeResult(y, loss[0], ids, weights), saved
 
 
-__all__ = ["Inputs", "MoeOptions", "MoeResult", "moe_forward"]
+__all__ = [
+    "Inputs",
+    "MoeOptions",
+    "MoeResult",
+    "MoeSaved",
+    "moe_forward",
+    "run_forward",
+    "run_reference",
+]
