@@ -136,8 +136,9 @@ def _case(
     ints = ("tokens", "hidden", "inter", "shared_inter", "arena_blocks", "dispatch_crew")
     aligned = [name for name, size in (("hidden", hidden), ("inter", inter)) if size % 16 == 0]
     peers = world > 1
+    name = "moe_backward" if backward else "moe_forward"
     return CompileCase(
-        name=f"moe_{'backward' if backward else 'forward'} {layer} ep={world} score={router.score} {' '.join(words)}".strip(),
+        name=f"{name} {layer} ep={world} score={router.score} {' '.join(words)}".strip(),
         kernel=moe_backward_kernel if backward else moe_forward_kernel,
         signature={
             "ops": _operands(kind, "*bf16" if bf16_router else "*fp32"),

@@ -133,7 +133,7 @@ def run_once(rank: int, world: World, call: Call, capacity: float | None) -> Any
     workspace = Rig([call], capacity=capacity).workspace(world)
     given = operands.inputs(call, rank)
     try:
-        found = make(call, given, workspace)
+        found = make(call, given, workspace)[0]
         return operands.judge(call, rank, given, found)[1]
     except WorkspaceError as error:
         return str(error)
@@ -171,8 +171,8 @@ def test_a_token_that_is_not_finite_spoils_itself_only(
         if rank == 0:
             given.x[3] = bad
         workspace = Rig([call]).workspace(world)
-        found = make(call, given, workspace)
-        clean = make(call, operands.inputs(call, rank), workspace)
+        found = make(call, given, workspace)[0]
+        clean = make(call, operands.inputs(call, rank), workspace)[0]
         workspace.destroy()
         assert all(len(set(row)) == 2 for row in found.ids.tolist())
         return found.y, clean.y
@@ -197,7 +197,7 @@ def test_a_bad_routing_is_given_up_by_the_kernel(
         assert given.routing is not None
         if rank == 1:
             given.routing[0][2] = torch.tensor(ids)
-        found = make(call, given, workspace)
+        found = make(call, given, workspace)[0]
         with pytest.raises(PeerFaultError) as caught:
             workspace.synchronize()
         workspace.reset()
@@ -218,7 +218,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         given = Operands(0, world.device).inputs(call, rank)
         if rank == 2:
             return ""
-        found = make(call, given, workspace)
+        found = make(call, given, workspace)[0]
         with pytest.raises(Exception, match="rank 2") as caught:
             workspace.synchronize()
         assert found.y.isnan().all()
@@ -234,7 +234,7 @@ def test_another_layer_on_one_rank_is_a_mismatch(on_cpu: Callable[..., Any]) -> 
         call = call_of(9, 5, router=RouterOptions(2 if rank else 3))
         given = Operands(0, world.device).inputs(call, rank)
         workspace = Rig([call_of(9, 5, router=RouterOptions(3))]).workspace(world)
-        make(call, given, workspace)
+        make(call, given, workspace)[0]
         with pytest.raises(Exception, match="another call") as caught:
             workspace.synchronize()
         return type(caught.value).__name__

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from kosmos_core.errors import ArgumentError
-from kosmos_core.worlds import reference_world
+from kosmos_core.worlds import World, reference_world
 
 from kosmos_moe import reference
-from kosmos_moe.ops.moe_forward import Inputs, MoeResult
+from kosmos_moe.ops.moe_backward import MoeGradients, reference_backward
+from kosmos_moe.ops.moe_forward import Inputs, MoeResult, MoeSaved
 from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.router import RouterOptions
 
 # Rounding h and an expert's result to bf16, and the sum of them once more, each less than half an
 # ulp: 2**-9 relative. Errors of elements are independent, and the norm of each is well below it.
 TOLERANCE = 4e-3
+# Of whole gradients. Each is rounded to bf16 up to three times on its way.
+GRADIENT_TOLERANCE = 1e-2
 WEIGHT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-4
 # Keys closer than this may be ordered either way: scores are exponentials, computed in another way.
@@ -40,7 +44,7 @@ class Call:
             [rank][token][k] experts (given).
         biased, padded: whether there are a bias and a padding mask.
         data: which random operands; equal numbers give equal operands.
-        options: choices of the call.
+        options: choices of the call; with `save` the backward is run, too.
     """
 
     tokens: tuple[int, ...]
@@ -190,6 +194,50 @@ class Operands:
             return total, f"{count} of {len(rows)} rows wrong, row {row} by {float(rows[row]):.3g}"
         return total, ""
 
+    def dy(self, call: Call, rank: int) -> torch.Tensor:
+        """[tokens, hidden] bf16."""
+        return self._normal((call.tokens[rank], call.hidden), 1.0, "dy", call.data, rank)
+
+    def dloss(self, call: Call) -> torch.Tensor:
+        """[1] fp32."""
+        return self._grid((1,), 4, "dloss", call.data) + 0.5
+
+    def judge_gradients(
+        self, call: Call, rank: int, saved: MoeSaved, found: MoeGradients, world: World
+    ) -> str:
+        """What is wrong with gradients, against FP64 on the same operands ("" if nothing).
+
+        Collective: gradients of experts are sums over all ranks' tokens.
+        """
+        given = saved.inputs
+        # Choices of all but those near ties are the reference's; a routing that is given cannot
+        # differ, and gradients by way of the score function need the router's own.
+        wide = replace(
+            given,
+            x=given.x.double(),
+            router=given.router.double(),
+            w1=given.w1.double(),
+            w2=given.w2.double(),
+            bias=None if given.bias is None else given.bias.double(),
+            routing=None
+            if given.routing is None
+            else (given.routing[0], given.routing[1].double()),
+            shared=None
+            if given.shared is None
+            else (given.shared[0].double(), given.shared[1].double()),
+        )
+        wanted = reference_backward(
+            self.dy(call, rank).double(), self.dloss(call).double(), replace(saved, inputs=wide),
+            world,
+        )  # fmt: skip
+        for name, own, other in _pairs(found, wanted):
+            scale = float(other.double().norm())
+            off = float((own.double() - other.double()).norm())
+            # Nothing cancels in what is compared, but for sums over tokens of either sign.
+            if not off <= GRADIENT_TOLERANCE * scale + 1e-6 * other.numel() ** 0.5:
+                return f"gradient of {name} differs by {off / max(scale, 1e-30):.3g}"
+        return ""
+
     def _wanted(
         self, call: Call, given: Inputs, found: MoeResult
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,6 +260,18 @@ class Operands:
             y += rows
             size += rows.norm(dim=1)
         return y, size + y.norm(dim=1)
+
+
+def _pairs(
+    found: MoeGradients, wanted: MoeGradients
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, found, wanted) of every gradient that there is."""
+    for name in ("x", "router", "w1", "w2", "weights"):
+        own, other = getattr(found, name), getattr(wanted, name)
+        if own is not None and other is not None:
+            yield name, own, other
+    for place, (own, other) in enumerate(zip(found.shared or (), wanted.shared or (), strict=True)):
+        yield f"shared w{place + 1}", own, other
 
 
 def _routing_of_file(call: Call, rank: int) -> torch.Tensor:

@@ -49,6 +49,13 @@ from kosmos_moe.router import SCORES
 @click.option("--plant", metavar="NAME", help="Show how a planted defect is caught; 'list' lists.")
 @click.option("--seed", default=0, show_default=True, help="Of the data and of the schedules.")
 @click.option("--schedules", type=int, help="Schedules to run.  [default: 3 on cpu:N, else 1]")
+@click.option(
+    "--direction",
+    type=click.Choice(("fwd", "both")),
+    default="both",
+    show_default=True,
+    help="With its backward or without.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
 def check(plant: str | None, as_json: bool, **choices: Any) -> int:
     """Run the layer on random data, in changing sizes on one workspace, against FP64.

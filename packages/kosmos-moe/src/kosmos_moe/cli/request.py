@@ -55,6 +55,7 @@ class Request:
     kill_rank: int | None
     seed: int
     schedules: int | None
+    direction: str
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -147,7 +148,12 @@ class Request:
     @property
     def options(self) -> MoeOptions:
         """Choices of every call."""
-        return MoeOptions(cap=self.cap, policy=self.switching, order=self.push_order)
+        return MoeOptions(
+            cap=self.cap,
+            policy=self.switching,
+            order=self.push_order,
+            save=self.direction == "both",
+        )
 
     def sequence(self) -> list[Call]:
         """The layer on fresh data, between calls of a smaller and odd one, then again.

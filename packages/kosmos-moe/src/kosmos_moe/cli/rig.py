@@ -14,7 +14,8 @@ from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world
 
 from kosmos_moe.cli.calls import Call, Operands
-from kosmos_moe.ops.moe_forward import Inputs, MoeResult, moe_forward
+from kosmos_moe.ops.moe_backward import MoeGradients, moe_backward
+from kosmos_moe.ops.moe_forward import Inputs, MoeResult, MoeSaved, run_forward
 from kosmos_moe.workspaces import MoEWorkspace
 
 if TYPE_CHECKING:
@@ -45,16 +46,16 @@ class Verdict:
 
 
 class Ledger:
-    """First result of each call and rank, to compare later ones with bit by bit."""
+    """First results of each call and rank, to compare later ones with bit by bit."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[Call, int], MoeResult] = {}
+        self._first: dict[tuple[Call, int], list[torch.Tensor]] = {}
 
-    def repeats(self, call: Call, rank: int, found: MoeResult) -> bool | None:
-        """Whether `found` has the bits of the first result of the call; None for the first one."""
+    def repeats(self, call: Call, rank: int, found: list[torch.Tensor]) -> bool | None:
+        """Whether `found` has the bits of the call's first results; None for the first ones."""
         first = self._first.get((call, rank))
         if first is None:
-            self._first[call, rank] = MoeResult(*(t.clone() for t in found))
+            self._first[call, rank] = [t.clone() for t in found]
             return None
         return all(_same_bits(a, b) for a, b in zip(first, found, strict=True))
 
@@ -101,12 +102,13 @@ class Rig:
             max(call.router.topk for call in calls),
             shared_inter=max(call.shared_inter for call in calls),
             capacity=self.capacity,
+            training=any(call.options.save for call in calls),
             timeout_s=self.timeout_s,
             first_epoch=self.first_epoch,
         )
         # Whatever is read before it has been written shows.
         for region in workspace.regions if world.fused else ():
-            if region.dtype == torch.bfloat16:
+            if region.dtype.is_floating_point:
                 workspace.buffer(region.row).fill_(float("nan"))
         world.barrier()
         return workspace
@@ -137,7 +139,10 @@ class Rig:
         """
         with self.workspace(world) as workspace:
             for call in dict.fromkeys(self.calls):
-                make(call, operands.inputs(call, world.rank), workspace)
+                made = make(call, operands.inputs(call, world.rank), workspace)
+                workspace.synchronize()
+                world.barrier()
+                make_back(call, operands, world.rank, made[1], workspace)
                 workspace.synchronize()
                 world.barrier()
 
@@ -156,28 +161,54 @@ class Rig:
             if self.victim == rank and first + i == 2:
                 raise RuntimeError("this rank was told to fail")
             found.append(make(call, inputs, workspace))
+        # Backwards come in the order in which autograd would make them.
+        grads: list[MoeGradients | None] = [
+            make_back(call, operands, rank, saved, workspace)
+            for call, (_, saved) in zip(calls[::-1], found[::-1], strict=True)
+        ][::-1]
         workspace.synchronize()
         return [
-            self._judge(rank, operands, call, inputs, result)
-            for call, inputs, result in zip(calls, given, found, strict=True)
+            self._judge(rank, operands, call, inputs, *made, gradients, workspace.world)
+            for call, inputs, made, gradients in zip(calls, given, found, grads, strict=True)
         ]
 
     def _judge(
-        self, rank: int, operands: Operands, call: Call, given: Inputs, found: MoeResult
+        self,
+        rank: int,
+        operands: Operands,
+        call: Call,
+        given: Inputs,
+        found: MoeResult,
+        saved: MoeSaved,
+        gradients: MoeGradients | None,
+        world: World,
     ) -> Verdict:
         error, problem = operands.judge(call, rank, given, found)
-        repeated = self.ledger.repeats(call, rank, found)
+        results = list(found)
+        if gradients is not None:
+            wrong = operands.judge_gradients(call, rank, saved, gradients, world)
+            problem = problem or wrong
+            results += [t for t in gradients if isinstance(t, torch.Tensor)]
+            results += list(gradients.shared or ())
+        repeated = self.ledger.repeats(call, rank, results)
         if not problem and repeated is False:
             problem = "other bits than the same call before"
         return Verdict(call, rank, error, repeated, problem)
 
 
-def make(call: Call, given: Inputs, workspace: MoEWorkspace) -> MoeResult:
+def make(call: Call, given: Inputs, workspace: MoEWorkspace) -> tuple[MoeResult, MoeSaved]:
     """Makes a call."""
-    return moe_forward(
-        given.x, given.router, given.w1, given.w2, workspace, call.router, bias=given.bias,
-        padding=given.padding, routing=given.routing, shared=given.shared, options=call.options,
-    )  # fmt: skip
+    return run_forward(given, workspace, call.router, call.options, {})
+
+
+def make_back(
+    call: Call, operands: Operands, rank: int, saved: MoeSaved, workspace: MoEWorkspace
+) -> MoeGradients | None:
+    """Makes the backward of a call that saves for it."""
+    if not call.options.save:
+        return None
+    dy, dloss = operands.dy(call, rank), operands.dloss(call)
+    return moe_backward(dy, saved, workspace, dloss=dloss, options=call.options)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from kosmos_core.arguments import (
     reject,
 )
 from kosmos_core.errors import ArgumentError, WorkspaceError
+from kosmos_core.worlds import World
 
 from kosmos_moe import reference
 from kosmos_moe.device.config import BackwardOperands, Factors
@@ -93,7 +94,7 @@ def moe_backward(
         dy = dense(dy)
     if not saved.fused:
         workspace.agree(call.label, call.call_hash)
-        return _reference(dy, dloss, saved, workspace)
+        return reference_backward(dy, dloss, saved, workspace.world)
     return _launch(dy, dloss, saved, workspace, call, options)
 
 
@@ -120,8 +121,8 @@ def _check(dy: torch.Tensor, saved: MoeSaved, workspace: MoEWorkspace) -> None:
         raise Rejected(WORKSPACE, error) from error
 
 
-def _reference(
-    dy: torch.Tensor, dloss: torch.Tensor | None, saved: MoeSaved, workspace: MoEWorkspace
+def reference_backward(
+    dy: torch.Tensor, dloss: torch.Tensor | None, saved: MoeSaved, world: World
 ) -> MoeGradients:
     """Through plain PyTorch, the forward included."""
     given = saved.inputs
@@ -136,20 +137,20 @@ def _reference(
         if routing is not None:
             routing = routing[0], leaf(routing[1])
         out = reference.moe_layer(
-            x, router, reference.Experts(w1, w2), workspace.world, saved.router, bias=given.bias,
+            x, router, reference.Experts(w1, w2), world, saved.router, bias=given.bias,
             padding=given.padding, routing=routing, shared=shared,
         )  # fmt: skip
-        loss = out.aux_loss.float() if dloss is None else out.aux_loss * dloss
-        if dloss is None:
-            loss = loss * 0.0
+        loss = out.aux_loss * (0.0 if dloss is None else dloss.reshape(()))
+        # Sums as wide as the operands ask for.
+        kind = reference.wide(dy.dtype)
         leaves = [x, router, w1, w2, *(shared or ()), *(() if routing is None else routing[1:])]
         grads = torch.autograd.grad(
-            (out.y.float() * dy.float()).sum() + loss, leaves, allow_unused=True
+            (out.y.to(kind) * dy.to(kind)).sum() + loss, leaves, allow_unused=True
         )
     found = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)]
     return MoeGradients(
         found[0],
-        found[1].float() if routing is None else None,
+        found[1].to(kind) if routing is None else None,
         found[2],
         found[3],
         None if routing is None else found[-1],
@@ -229,4 +230,4 @@ def _launch(
     )
 
 
-__all__ = ["MoeGradients", "moe_backward"]
+__all__ = ["MoeGradients", "moe_backward", "reference_backward"]
