@@ -431,6 +431,32 @@ def test_prepare_leaves_no_gradient(on_cpu: Callable[..., list[Any]]) -> None:
     on_cpu(2, host)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (ColumnParallelLinear, {"ag_gemm": 1, "gemm_rs": 1}),
+        (RowParallelLinear, {"gemm_rs": 1, "ag_gemm": 1}),
+    ],
+)
+def test_prepare_makes_the_calls_of_a_frozen_weight(
+    kind: Any, wanted: dict[str, int], on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        with TpSpWorkspace(world, TOKENS, INNER) as workspace:
+            layer = kind(HIDDEN, INNER, workspace=workspace)
+            layer.weight.requires_grad_(False)
+            layer.prepare(TOKENS)
+            assert workspace.launches == wanted
+            known = len(workspace.prepared)
+            features = HIDDEN if kind is ColumnParallelLinear else HIDDEN // 2
+            rows = TOKENS // 2 if kind is ColumnParallelLinear else TOKENS
+            x = torch.ones(rows, features).bfloat16().requires_grad_()
+            layer(x).sum().backward()
+            assert len(workspace.prepared) == known
+
+    on_cpu(2, host)
+
+
 def test_gradients_of_gradients_are_refused(on_cpu: Callable[..., list[Any]]) -> None:
     def host(rank: int, world: World) -> None:
         layer = ColumnParallelLinear(HIDDEN, INNER, group=world, max_tokens=TOKENS)

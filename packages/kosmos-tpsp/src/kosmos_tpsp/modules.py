@@ -188,14 +188,16 @@ class ParallelLinear(nn.Module):
             rows //= world.size
         else:
             features //= world.size
-        weight = self.weight.detach().requires_grad_()
+        # With a frozen weight the backward makes other calls.
+        weight = self.weight.detach().requires_grad_(self.weight.requires_grad)
         main_grad = getattr(self.weight, "main_grad", None)
         if main_grad is not None:
             weight.main_grad = torch.zeros_like(main_grad)  # type: ignore[attr-defined]
         x = torch.zeros(rows, features, device=weight.device, dtype=weight.dtype)
         with torch.enable_grad():
             y = self._linear(x.requires_grad_(), weight, None)
-            torch.autograd.grad(y, (x, weight), torch.zeros_like(y))
+            needed = [t for t in (x, weight) if t.requires_grad]
+            torch.autograd.grad(y, needed, torch.zeros_like(y))
         world.synchronize()
         world.barrier()
 

@@ -155,6 +155,37 @@ def test_dx_lies_where_it_is_wanted(on_cpu: OnCpu) -> None:
     on_cpu(2, host)
 
 
+def test_memory_that_dx_goes_to_is_refused(on_cpu: OnCpu) -> None:
+    def host(rank: int, world: World) -> None:
+        with TpSpWorkspace(world, 16, 16) as workspace:
+            x, dy, w = (torch.ones(s).bfloat16() for s in ((8, 16), (16, 16), (16, 16)))
+            handed, both = workspace.handover(16, 16), torch.empty(16, 16).bfloat16()
+            mine = handed.chunk(2)[rank]
+            for text, given, memory in (
+                ("x: got memory of", (mine, dy, w), {}),
+                ("dy: got memory of", (x, handed, w), {}),
+                ("w: got memory of", (x, dy, handed), {}),
+                ("gathered: got memory of", (x, dy, w), {"gathered": handed}),
+                (
+                    "out: got memory that x or dy or w or gathered",
+                    (x, dy, w),
+                    {"gathered": both, "out": both, "dx_to": "tensor"},
+                ),
+            ):
+                with pytest.raises(ArgumentError, match=text):
+                    bulk_ag(*given, workspace, **memory)
+                world.barrier()
+                workspace.reset()
+            # Copied, or with dx elsewhere, it is an operand like any other.
+            _, dx = bulk_ag(x, dy, w, workspace)
+            bulk_ag(x, dx.t(), w, workspace)
+            _, out = bulk_ag(dx.chunk(2)[rank], dx, w, workspace, dx_to="tensor")
+            workspace.synchronize()
+            assert out.tolist() == [[16.0**3] * 16] * 16
+
+    on_cpu(2, host)
+
+
 def test_one_rank_and_the_reference_world_hand_nothing_over() -> None:
     x, dy, w = (torch.ones(s).bfloat16() for s in ((8, 24), (8, 16), (16, 24)))
     with TpSpWorkspace(reference_world(), 16, 24) as workspace:

@@ -109,8 +109,17 @@ def bulk_ag(
                 validate.ARGUMENT,
                 f"out: got a tensor with dx_to={options.dx_to!r}, wanted none; use dx_to='tensor'",
             )
+        given["gathered"] = gathered
         if fused and out is None and _hands_over(workspace, options):
             out = workspace.handover(*shape)
+            # What is not dense has been copied by now.
+            for name, t in {"x": x, "dy": dy, "w": w, "gathered": gathered}.items():
+                if validate.overlap(out, t):
+                    raise validate.reject(
+                        validate.ARGUMENT,
+                        f"{name}: got memory of the workspace's handover, where this call leaves "
+                        f"dx, wanted other memory; clone {name}, or use dx_to='tensor'",
+                    )
         else:
             out = _memory("out", out, shape, given)
     if call.problem.m == 0:

@@ -81,7 +81,7 @@ def check_out(
         )
     if out.requires_grad:
         raise reject(ARGUMENT, f"{name}: got a tensor that requires grad, wanted one that does not")
-    if any(_overlap(out, t) for t in inputs.values()):
+    if any(overlap(out, t) for t in inputs.values()):
         raise reject(
             ARGUMENT,
             f"{name}: got memory that {' or '.join(inputs)} lies in, wanted memory of its own; "
@@ -89,13 +89,14 @@ def check_out(
         )
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share memory; gaps between strided elements count as theirs."""
     (first, last), (other_first, other_last) = _span(a), _span(b)
     return first < other_last and other_first < last
 
 
 def _span(t: torch.Tensor) -> tuple[int, int]:
-    """First address, and the one past the last; gaps between strided elements count as its own."""
+    """First address, and the one past the last."""
     if t.numel() == 0:
         return 0, 0
     if t.is_contiguous():
@@ -151,5 +152,6 @@ __all__ = [
     "check_types",
     "check_workspace",
     "dense",
+    "overlap",
     "reject",
 ]
