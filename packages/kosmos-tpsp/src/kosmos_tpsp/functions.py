@@ -165,8 +165,18 @@ def _backward(ctx: Any, dy: torch.Tensor, op: Any) -> tuple[torch.Tensor | None,
         x = dy.new_empty(0, w.shape[1])
     if ctx.owner is not None:
         w = ctx.owner
+        # Of `torch.autograd.grad(y, x)` nothing may be left in a main_grad.
+        needs_dw = needs_dw and _is_executed(ctx.next_functions[1][0])
     dx, dw = op(x, dy, w, ctx.call, needs_dx, needs_dw)
     return (dx if needs_dx else None, dw if needs_dw else None, None)
+
+
+def _is_executed(node: Any) -> bool:
+    """Whether the backward that runs now wants the gradient that goes to a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True  # a leaf that `torch.autograd.grad` was asked for
 
 
 column_linear_op.register_autograd(_column_backward, setup_context=_save)

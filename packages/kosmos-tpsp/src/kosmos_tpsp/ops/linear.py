@@ -202,7 +202,8 @@ def _stand_in(w: torch.Tensor) -> torch.Tensor:
     w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     key = (w.shape, w.dtype, w.device)
     found = _STAND_INS.get(key)
-    if found is None:
+    # Autograd adds a later gradient of the weight to what it has taken for .grad: no zeros then.
+    if found is None or found._version:
         found = torch.zeros_like(w, memory_format=torch.contiguous_format)
         if not (w.is_cuda and torch.cuda.is_current_stream_capturing()):
             # A captured fill has not run yet.
