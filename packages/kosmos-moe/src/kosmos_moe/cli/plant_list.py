@@ -5,7 +5,18 @@ from __future__ import annotations
 from kosmos_core.device import barrier, flags
 
 from kosmos_moe.cli.plants import Plant
-from kosmos_moe.device import combine, dispatch, expert_gemm, fold, plan, route
+from kosmos_moe.device import (
+    combine,
+    dispatch,
+    expert_gemm,
+    fold,
+    gradient,
+    plan,
+    route,
+    router_grad,
+)
+from kosmos_moe.kernels.backward import moe_backward_kernel
+from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.router import RouterOptions
 
 # The same call over and over: words of earlier calls fit later ones.
@@ -304,4 +315,109 @@ _COMBINE = [
     ),
 ]
 
-PLANTS = {p.name: p for p in (*_ROUTE, *_PLAN, *_DISPATCH, *_BUILD, *_COMBINE)}
+BACK = {"options": MoeOptions(save=True)}
+
+_BACKWARD = [
+    Plant(
+        "backward_starts_not_awaited",
+        "start and end",
+        "gradients are pushed before the peers have told that their call before is over",
+        (
+            (
+                moe_backward_kernel,
+                "standing = start_hold(ctx, call, standing, peer, PHASE_START)",
+                "standing = standing",
+            ),
+        ),
+        sizes=BACK,
+    ),
+    Plant(
+        "pads_not_cleared",
+        "plan",
+        "pad rows are left as they are and enter the weight gradients",
+        (
+            (
+                gradient.clear_pads,
+                "elements = (end - begin - rows) * size.hidden",
+                "elements = (end - begin - rows) * 0",
+            ),
+        ),
+        sizes=BACK,
+    ),
+    Plant(
+        "pads_not_awaited",
+        "consume",
+        "dgrad2 does not wait for cleared pads",
+        ((gradient.build_dgrad2, "PADDED, CONFIG.LOCAL_EXPERTS", "PADDED, 0"),),
+        sizes=BACK,
+    ),
+    Plant(
+        "inputs_not_awaited",
+        "consume",
+        "wgrad1 waits for the arrival of gradients instead of token rows",
+        (
+            (
+                gradient.build_wgrad,
+                "word = 0 if SECOND else CONFIG.LOCAL_EXPERTS",
+                "word = 0",
+            ),
+        ),
+        sizes=BACK,
+    ),
+    Plant(
+        "wgrad_does_not_wait",
+        "consume",
+        "weight gradients are built before dgrad2 is done with the expert",
+        ((gradient.await_expert, "local, blocks * columns)", "local, 0)"),),
+        sizes=BACK,
+    ),
+    Plant(
+        "dgrad1_does_not_wait",
+        "consume",
+        "dgrad1 does not wait for dgrad2 of its row block",
+        ((gradient.build_gradient, "+ block, block, columns2", "+ block, block, 0"),),
+        sizes=BACK,
+    ),
+    Plant(
+        "dw_sent_early",
+        "claims",
+        "the first column of a row block sends dw",
+        (
+            (
+                gradient.build_dgrad2,
+                "elect_last(built_at(call, size) + block, columns, ctx.TARGET)",
+                "elect_last(built_at(call, size) + block, 1, ctx.TARGET)",
+            ),
+        ),
+        sizes=BACK,
+    ),
+    Plant(
+        "dw_gpu_scope",
+        "scope",
+        "dw is counted in with scope gpu",
+        ((gradient.send_dw, '"sys"', '"gpu"'),),
+        sizes=BACK,
+    ),
+    Plant(
+        "dw_not_awaited",
+        "consume",
+        "the router's gradients do not wait for dw",
+        (
+            (
+                router_grad.route_back,
+                "tl.load(tables.head + OWED)",
+                "tl.load(tables.head + OWED) * 0",
+            ),
+        ),
+        sizes=BACK,
+    ),
+    Plant(
+        "folded_before_the_router",
+        "consume",
+        "the fold does not wait for the router's gradients",
+        ((fold.await_returned, "num_router_tiles(size, CONFIG)", "0"),),
+        sizes=BACK,
+    ),
+]
+
+PLANTS = {p.name: p for p in (*_ROUTE, *_PLAN, *_DISPATCH, *_BUILD, *_COMBINE, *_BACKWARD)}

@@ -45,6 +45,7 @@ class MoeConfig(NamedTuple):
         SAVE: whether the pre-activations are kept.
         BACKWARD: whether this is the backward.
         WGRAD_K: rows that a step of a weight gradient's contraction takes; divides BLOCK_M.
+        PARTS: column parts in which dgrad2's epilogue is worked off.
     """
 
     EXPERTS: tl.constexpr
@@ -89,6 +90,7 @@ class MoeConfig(NamedTuple):
     SAVE: tl.constexpr
     BACKWARD: tl.constexpr
     WGRAD_K: tl.constexpr
+    PARTS: tl.constexpr
 
 
 class Factors(NamedTuple):

@@ -31,7 +31,7 @@ from kosmos_core.device.flags import flag_arrive, flag_wait
 from kosmos_core.device.gemm import TN, gemm_tile, store_accumulator
 from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_BUILD, Standing
 from kosmos_core.device.peers import peer_ptr
-from kosmos_core.device.target import fence_async_proxy, load_tile, matrix_view, store_tile
+from kosmos_core.device.target import CLAMPED, fence_async_proxy, load_tile, matrix_view, store_tile
 from kosmos_core.device.trace import BUILD, WAIT, trace_begin, trace_end
 
 from kosmos_moe.device.dispatch import find_local
@@ -202,10 +202,10 @@ def swiglu_tile(views, chunk, row, col, hidden, CONFIG, T: tl.constexpr):
     gate = tl.zeros((M, HALF), tl.float32)
     up = tl.zeros((M, HALF), tl.float32)
     for k in tl.range(0, hidden, K, num_stages=CONFIG.STAGES):
-        a = load_tile(views.a, 0, row, k, M, K, True, CONFIG.EVEN_H, T)
-        w = load_tile(views.w, chunk, col, k, HALF, K, True, CONFIG.EVEN_H, T)
+        a = load_tile(views.a, 0, row, k, M, K, CLAMPED, CONFIG.EVEN_H, T)
+        w = load_tile(views.w, chunk, col, k, HALF, K, CLAMPED, CONFIG.EVEN_H, T)
         gate = tl.dot(a, w.T, gate)
-        w = load_tile(views.w, chunk + 1, col, k, HALF, K, True, CONFIG.EVEN_H, T)
+        w = load_tile(views.w, chunk + 1, col, k, HALF, K, CLAMPED, CONFIG.EVEN_H, T)
         up = tl.dot(a, w.T, up)
     if CONFIG.SAVE:
         store_tile(views.act, 0, row, col, gate.to(tl.bfloat16), M, HALF, T)

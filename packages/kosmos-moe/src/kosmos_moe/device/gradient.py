@@ -34,10 +34,11 @@ import triton
 import triton.language as tl
 from kosmos_core.device.barrier import elect_last
 from kosmos_core.device.flags import flag_arrive, flag_wait
+from kosmos_core.device.gemm import column_parts
 from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_BUILD, Standing
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.target import fence_async_proxy, load_tile, matrix_view, store_tile
+from kosmos_core.device.target import CLAMPED, fence_async_proxy, load_tile, matrix_view, store_tile
 from kosmos_core.device.trace import BUILD, trace_begin, trace_end
 
 from kosmos_moe.device.expert_gemm import await_block, await_rows
@@ -97,15 +98,16 @@ def views_of(
     M: tl.constexpr = CONFIG.BLOCK_M
     N: tl.constexpr = CONFIG.BLOCK_N
     HALF: tl.constexpr = CONFIG.BLOCK_N // 2
+    WIDTH: tl.constexpr = HALF // CONFIG.PARTS
     K: tl.constexpr = CONFIG.BLOCK_K
     R: tl.constexpr = CONFIG.WGRAD_K
     return GradientViews(
         matrix_view(dy_ptr, 1, rows, hidden, M, K, T),
         matrix_view(dy_ptr, 1, rows, hidden, R, M, T),
         matrix_view(w2_ptr, experts, hidden, inter, K, HALF, T),
-        matrix_view(act_ptr, 2, rows, inter, M, HALF, T),
-        matrix_view(h_ptr, 1, rows, inter, M, HALF, T),
-        matrix_view(dgu_ptr, 2, rows, inter, M, HALF, T),
+        matrix_view(act_ptr, 2, rows, inter, M, WIDTH, T),
+        matrix_view(h_ptr, 1, rows, inter, M, WIDTH, T),
+        matrix_view(dgu_ptr, 2, rows, inter, M, WIDTH, T),
         matrix_view(dgu_ptr, 2, rows, inter, M, K, T),
         matrix_view(dgu_ptr, 2, rows, inter, R, M, T),
         matrix_view(w1_ptr, 2 * experts, inter, hidden, K, N, T),
@@ -203,26 +205,33 @@ def dgrad2_tile(views, weight, chunk, row, col, hidden, valid, CONFIG, T: tl.con
     """
     M: tl.constexpr = CONFIG.BLOCK_M
     HALF: tl.constexpr = CONFIG.BLOCK_N // 2
+    WIDTH: tl.constexpr = HALF // CONFIG.PARTS
     K: tl.constexpr = CONFIG.BLOCK_K
     acc = tl.zeros((M, HALF), tl.float32)
     for k in tl.range(0, hidden, K, num_stages=CONFIG.STAGES):
-        a = load_tile(views.dy_rows, 0, row, k, M, K, True, CONFIG.EVEN_H, T)
+        a = load_tile(views.dy_rows, 0, row, k, M, K, CLAMPED, CONFIG.EVEN_H, T)
         b = load_tile(views.w2, chunk, k, col, K, HALF, CONFIG.EVEN_H, False, T)
         acc = tl.dot(a, b, acc)
-    gate = load_tile(views.act, 0, row, col, M, HALF, False, False, T).to(tl.float32)
-    up = load_tile(views.act, 1, row, col, M, HALF, False, False, T).to(tl.float32)
     inside = (tl.arange(0, M) < valid)[:, None]
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate * sigmoid
-    h = tl.where(inside, silu * up, 0.0)
-    part = tl.sum(tl.where(inside, acc, 0.0) * h, axis=1)
-    store_tile(views.h, 0, row, col, (h * weight[:, None]).to(tl.bfloat16), M, HALF, T)
-    acc = tl.where(inside, acc * weight[:, None], 0.0)
-    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    dgate = tl.where(inside, acc * up * slope, 0.0)
-    store_tile(views.dgu, 0, row, col, dgate.to(tl.bfloat16), M, HALF, T)
-    dup = tl.where(inside, acc * silu, 0.0)
-    store_tile(views.dgu, 1, row, col, dup.to(tl.bfloat16), M, HALF, T)
+    part = tl.zeros((M,), tl.float32)
+    # Part by part: beside the sums there are not registers enough for all of gate and up.
+    parts = column_parts(acc, M, HALF, CONFIG.PARTS)
+    for i in tl.static_range(0, CONFIG.PARTS):
+        place = col + i * WIDTH
+        gate = load_tile(views.act, 0, row, place, M, WIDTH, False, False, T).to(tl.float32)
+        up = load_tile(views.act, 1, row, place, M, WIDTH, False, False, T).to(tl.float32)
+        gradient = tl.where(inside, parts[i], 0.0)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        silu = gate * sigmoid
+        h = tl.where(inside, silu * up, 0.0)
+        part += tl.sum(gradient * h, axis=1)
+        store_tile(views.h, 0, row, place, (h * weight[:, None]).to(tl.bfloat16), M, WIDTH, T)
+        gradient = gradient * weight[:, None]
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        dgate = tl.where(inside, gradient * up * slope, 0.0)
+        store_tile(views.dgu, 0, row, place, dgate.to(tl.bfloat16), M, WIDTH, T)
+        dup = tl.where(inside, gradient * silu, 0.0)
+        store_tile(views.dgu, 1, row, place, dup.to(tl.bfloat16), M, WIDTH, T)
     return part
 
 
@@ -235,7 +244,7 @@ def dgrad1_tile(views, chunk, row, col, inter, CONFIG, T: tl.constexpr):
     acc = tl.zeros((M, N), tl.float32)
     for half in range(2):
         for k in tl.range(0, inter, K, num_stages=CONFIG.STAGES):
-            a = load_tile(views.dgu_rows, half, row, k, M, K, True, CONFIG.EVEN_I, T)
+            a = load_tile(views.dgu_rows, half, row, k, M, K, CLAMPED, CONFIG.EVEN_I, T)
             b = load_tile(views.w1, chunk + half, k, col, K, N, CONFIG.EVEN_I, False, T)
             acc = tl.dot(a, b, acc)
     store_tile(views.dx, 0, row, col, acc.to(tl.bfloat16), M, N, T)

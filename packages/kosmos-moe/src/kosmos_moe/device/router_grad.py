@@ -190,7 +190,7 @@ def token_tile(ops, size, block, column, CONFIG):
     columns = column * CONFIG.ROUTE_N + tl.arange(0, CONFIG.ROUTE_N)
     inside = (rows < size.tokens)[:, None]
     acc = tl.zeros((CONFIG.ROUTE_M, CONFIG.ROUTE_N), tl.float32)
-    for k in range(0, CONFIG.EXPERTS, CONFIG.ROUTE_K):
+    for k in tl.range(0, CONFIG.EXPERTS, CONFIG.ROUTE_K, num_stages=1):
         experts = k + tl.arange(0, CONFIG.ROUTE_K)
         known = experts < CONFIG.EXPERTS
         d = tl.load(
@@ -217,7 +217,7 @@ def weight_tile(ops, size, band, column, CONFIG):
     columns = column * CONFIG.ROUTE_N + tl.arange(0, CONFIG.ROUTE_N)
     known = (experts < CONFIG.EXPERTS)[None, :]
     acc = tl.zeros((CONFIG.ROUTE_M, CONFIG.ROUTE_N), tl.float32)
-    for k in range(0, size.tokens, CONFIG.ROUTE_K):
+    for k in tl.range(0, size.tokens, CONFIG.ROUTE_K, num_stages=1):
         rows = k + tl.arange(0, CONFIG.ROUTE_K)
         inside = (rows < size.tokens)[:, None]
         d = tl.load(

@@ -49,8 +49,16 @@ ROUTE_ELEMENTS = 1024
 PIECE = 512  # elements of a row that the lanes of one warp load at once
 COPY_ROWS = 4
 FOLD_ROWS = 4
+MAX_PARTS = 4
 # The executor's sizes: more than one of everything in small calls.
-TINY = {"UNIT_ROWS": 8, "PIECE": 32, "COPY_ROWS": 4, "FOLD_ROWS": 4, "ROUTE_ROWS": 8}
+TINY = {
+    "UNIT_ROWS": 8,
+    "PIECE": 32,
+    "COPY_ROWS": 4,
+    "FOLD_ROWS": 4,
+    "ROUTE_ROWS": 8,
+    "PARTS": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,7 @@ def make_config(
         "SAVE": int(save),
         "BACKWARD": int(backward),
         "WGRAD_K": min(plan.block_k, plan.block_m),
+        "PARTS": MAX_PARTS if plan.block_n >= 2 * MAX_PARTS * 32 else 1,
     }
     if machine.rule_set == "executor":
         values.update(TINY)
