@@ -101,6 +101,25 @@ def test_bulk_rs_sums_what_a_rank_owns_beside_the_weight_gradient(
     on_cpu(size, host)
 
 
+def test_what_is_sent_is_dense(
+    on_cpu: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.distributed wants it: a rank that it refuses would leave the others waiting."""
+    send = World.all_to_all_tensor
+
+    def strict(world: World, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous(), x.stride()
+        return send(world, x)
+
+    def host(rank: int, world: World) -> None:
+        dx, dy, x = draw(12, 20, seed=rank), draw(20, 8, seed=7), draw(20, 12, seed=8)
+        sums = reference.bulk_rs(dx.t(), dy, x, world)[0]
+        assert torch.equal(sums, reference.bulk_rs(dx.t().contiguous(), dy, x, world)[0])
+
+    monkeypatch.setattr(World, "all_to_all_tensor", strict)
+    on_cpu(2, host)
+
+
 def test_sums_are_rounded_once() -> None:
     """Parts that cancel leave what is far below their last place."""
 

@@ -91,7 +91,9 @@ def _reduce_scatter(parts: torch.Tensor, world: World) -> torch.Tensor:
         world: the ranks.
     """
     rows, n = parts.shape
-    chunks = world.all_to_all_tensor(parts).float().view(world.size, rows // world.size, n)
+    chunks = (
+        world.all_to_all_tensor(parts.contiguous()).float().view(world.size, rows // world.size, n)
+    )
     total = chunks[0]
     for chunk in chunks[1:]:
         total = total + chunk
