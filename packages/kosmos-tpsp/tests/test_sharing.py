@@ -52,6 +52,37 @@ def test_layers_share_one_workspace_of_the_largest_size(on_cpu: Callable[..., li
     on_cpu(2, host)
 
 
+def test_what_is_destroyed_before_its_first_use_is_not_made_any_more(
+    on_cpu: Callable[..., list[Any]],
+) -> None:
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(32, 32, group=world, max_tokens=TOKENS)
+        destroy_workspaces(world)
+        with pytest.raises(WorkspaceError, match="destroyed; construct the layers anew"):
+            layer(torch.zeros(TOKENS // 2, 32).bfloat16())
+
+    on_cpu(2, host)
+
+
+def test_layers_revive_what_they_share(on_cpu: Callable[..., list[Any]]) -> None:
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(32, 32, group=world, max_tokens=TOKENS)
+        x = torch.zeros(TOKENS // 2, 32)
+
+        def call() -> None:
+            layer(x.to(torch.float32 if rank else torch.bfloat16))
+            layer.call.workspace.get().synchronize()
+
+        with pytest.raises(KosmosError):
+            call()
+        world.barrier()
+        layer.call.workspace.reset()
+        assert layer(x.bfloat16()).shape == (TOKENS, 16)
+        destroy_workspaces(world)
+
+    on_cpu(2, host)
+
+
 def test_a_workspace_of_its_own(on_cpu: Callable[..., list[Any]]) -> None:
     def host(rank: int, world: World) -> None:
         with TpSpWorkspace(world, TOKENS, 32) as workspace:

@@ -28,6 +28,7 @@ class SharedWorkspace:
         self.max_tokens = 0
         self.max_features = 0
         self._made: TpSpWorkspace | None = None
+        self._destroyed = False
 
     def reserve(self, max_tokens: int, max_features: int) -> bool:
         """Whether calls of this size have room in it; makes some while that is possible."""
@@ -47,9 +48,14 @@ class SharedWorkspace:
         Collective at first use, when it is made.
 
         Raises:
-            WorkspaceError: it would be made during graph capture.
+            WorkspaceError: it would be made during graph capture, or is destroyed.
         """
         if self._made is None:
+            if self._destroyed:
+                # Nothing would ever destroy it.
+                raise WorkspaceError(
+                    "workspace: it is destroyed; construct the layers anew on every rank"
+                )
             if self.world.is_capturing():
                 raise WorkspaceError(
                     "workspace: it would be made during graph capture; call the layer or its "
@@ -58,8 +64,14 @@ class SharedWorkspace:
             self._made = TpSpWorkspace(self.world, self.max_tokens, self.max_features)
         return self._made
 
+    def reset(self) -> None:
+        """Revives the workspace after a call was given up. Collective."""
+        if self._made is not None:
+            self._made.reset()
+
     def destroy(self) -> None:
         """Releases the memory, if there is any. Collective."""
+        self._destroyed = True
         if self._made is not None:
             self._made.destroy()
 
