@@ -81,3 +81,26 @@ def test_a_stand_in_that_autograd_has_added_to_is_not_used_again(
         assert not layer.weight.grad.any()
 
     on_cpu(1, host)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiled_graph_gets_zeros_of_its_own(
+    compiled: bool, on_cpu: Callable[..., list[Any]]
+) -> None:
+    """It takes what an operator returns for memory that it may use again."""
+
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(HIDDEN, INNER, bias=False, group=world, max_tokens=TOKENS)
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        x = torch.randn(TOKENS // world.size, HIDDEN).bfloat16()
+        found = []
+        for _ in range(2):
+            run(x).sum().backward()
+            found.append(layer.weight.grad)
+            layer.weight.grad = None
+        assert not any(grad.any() for grad in found)
+        assert len({grad.data_ptr() for grad in found}) == (2 if compiled else 1)
+
+    torch._dynamo.reset()
+    on_cpu(1, host)
