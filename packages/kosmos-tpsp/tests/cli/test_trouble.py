@@ -13,6 +13,10 @@ from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import KINDS, Trouble
 from kosmos_tpsp.device import build
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
+from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
+from kosmos_tpsp.ops.bulk_column import BulkColumnOptions
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions
+from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions
 
 CHOICES: tuple[dict[str, Any], ...] = (
@@ -31,7 +35,11 @@ def problems(
 ) -> list[str]:
     """What one schedule of trouble shows that must not be."""
     options = op(**choices)
-    calls = [Call(40 * size, 24, 32, 0, options), Call(24 * size, 24, 16, 0, options)]
+    shape_of = driver_of(options).shape_of
+    calls = [
+        Call(*shape_of(40 * size, 24, 32), 0, options),
+        Call(*shape_of(24 * size, 24, 16), 0, options),
+    ]
     run, seen = trouble_on_cpu(
         Trouble(calls, victim=seed % size, kind=kind, seed=seed),
         size,
@@ -62,6 +70,14 @@ def test_whatever_a_reduction_is_like(kind: str, policy: str, transport: str) ->
     for seed in (8, 9):
         found = problems(kind, 3, seed, op=GemmRsOptions, policy=policy, transport=transport)
         assert found == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transport", ["pull", "push"])
+@pytest.mark.parametrize("op", [BulkAgOptions, BulkRsOptions, BulkColumnOptions])
+def test_whatever_a_collective_beside_a_gemm_is_like(kind: str, transport: str, op: Any) -> None:
+    for seed, policy in enumerate(("one_way", "fixed", "serial")):
+        assert problems(kind, 3, seed, op=op, policy=policy, transport=transport) == []
 
 
 def test_eight_ranks() -> None:

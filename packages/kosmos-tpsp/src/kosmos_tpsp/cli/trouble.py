@@ -196,7 +196,8 @@ class Trouble:
         if self.victim not in blamed:
             seen.problems.append(f"the error does not name rank {self.victim}: {error}")
         unnamed = "?" in (error.phase, error.flag) and self.kind != "bad_argument"
-        if outcome.call.op not in error.op or unnamed:
+        names = outcome.call.driver.calls or (outcome.call.op,)
+        if unnamed or not any(name in error.op for name in names):
             seen.problems.append(f"the error does not name operation, phase and flag: {error}")
         bound = (TIMEOUT_S if self.kind == "killed" else 0.0) + GRACE_S
         if outcome.seconds > bound:

@@ -70,7 +70,7 @@ def _handed_over(
     if copies:
         if workspace.last_op.startswith("bulk_rs"):
             # Peers may still read there: they have left that call once they make another.
-            workspace.agree("handover", 0)
+            workspace.agree("bulk_rs handover", 0)
         if workspace.world.device.type != "cuda":
             workspace.synchronize()
         place.copy_(dx)
@@ -101,6 +101,7 @@ class Driver:
         wanted: what a call must give, in FP64.
         width: features of the workspace that a call takes.
         crossings: how often its tokens cross between ranks.
+        calls: the ops that it is made of, if of others.
         place: (operands, workspace, options, copies) gives the operands where a call wants them;
             without `copies` only the places.
     """
@@ -123,6 +124,7 @@ class Driver:
     wanted: Callable[[Draw, int, int, Any], dict[str, Wanted]]
     width: Callable[[Shape], int]
     crossings: int = 1
+    calls: tuple[str, ...] = ()
     place: Callable[[Mapping[str, torch.Tensor], TpSpWorkspace, Any, bool], Tensors] = _as_given
 
     def call(
@@ -330,6 +332,7 @@ DRIVERS = {
             wanted=exact.bulk_column,
             width=lambda shape: shape[1],
             crossings=2,
+            calls=("bulk_ag", "bulk_rs"),
         ),
     )
 }
