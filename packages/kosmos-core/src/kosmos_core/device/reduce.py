@@ -51,5 +51,7 @@ def reduce_run(
     else:
         for i in range(0, num_elements, BLOCK):
             inside = i + offsets < num_elements
-            loaded = load_sources(sources, i + offsets, inside, SOURCES)
-            tl.store(dst_ptr + i + offsets, add_sources(loaded, SOURCES), mask=inside)
+            total = tl.load(sources[0] + i + offsets, mask=inside).to(tl.float32)
+            for source in tl.static_range(1, SOURCES):
+                total += tl.load(sources[source] + i + offsets, mask=inside).to(tl.float32)
+            tl.store(dst_ptr + i + offsets, total.to(tl.bfloat16), mask=inside)
