@@ -17,7 +17,7 @@ class MoELayer(nn.Module):
 
     Parameters are plain: `router` [experts, hidden] float32, `w1` [experts of this rank, 2 * inter,
     hidden], gate first, `w2` [experts of this rank, hidden, inter], `shared1` and `shared2` without
-    the first dimension. Gradients of `router`, `shared1` and `shared2` are those of this rank's tokens:
+    the first dimension. Gradients of `router`, `shared1` and `shared2` are of this rank's tokens:
     data parallelism sums them.
 
     Args:

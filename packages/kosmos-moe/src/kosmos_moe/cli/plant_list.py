@@ -1,4 +1,4 @@
-"""The planted defects of the forward, in the order of its steps."""
+"""The planted defects of forward and backward, in the order of their steps."""
 
 from __future__ import annotations
 
@@ -342,13 +342,6 @@ _BACKWARD = [
                 "elements = (end - begin - rows) * 0",
             ),
         ),
-        sizes=BACK,
-    ),
-    Plant(
-        "pads_not_awaited",
-        "consume",
-        "dgrad2 does not wait for cleared pads",
-        ((gradient.build_dgrad2, "PADDED, CONFIG.LOCAL_EXPERTS", "PADDED, 0"),),
         sizes=BACK,
     ),
     Plant(
