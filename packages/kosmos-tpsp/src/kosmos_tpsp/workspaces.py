@@ -228,6 +228,7 @@ class TpSpWorkspace(Workspace):
         row = int(layout.HANDOVER.value)
         has_one = world.fused and any(region.row == row for region in self.regions)
         self._handover = self.buffer(row) if has_one else None
+        self._handed: torch.Tensor | None = None
         # Calls that split nothing pass it too, the first of them perhaps in a graph capture, where
         # nothing may be allocated.
         self.reserve_partials(1, 1, 0, 0)
@@ -298,9 +299,10 @@ class TpSpWorkspace(Workspace):
     def handover(self, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] bfloat16 that one call leaves here for the next to reduce over ranks.
 
-        A view of symmetric memory, from its beginning, the same each time: `bulk_ag` writes it
-        with every peer's start held, peers read it in place in a later call, under this rank's
-        start of that call. Alone, or in the reference world, it is a new tensor.
+        A view of symmetric memory, from its beginning, the same memory each time: `bulk_ag` writes
+        it with every peer's start held, peers read it in place in a later call, under this rank's
+        start of that call. The views before it then hold something else than they did, and
+        `bulk_rs` takes them no more. Alone, or in the reference world, it is a new tensor.
 
         Raises:
             WorkspaceError: there is none, or it is too small.
@@ -313,16 +315,19 @@ class TpSpWorkspace(Workspace):
                 f"handover: got {held}, wanted room for [{rows}, {columns}]; create the workspace "
                 "with handover=True and larger sizes on every rank"
             )
-        return self._handover[: rows * columns].view(rows, columns)
+        self._handed = self._handover[: rows * columns].view(rows, columns)
+        return self._handed
 
     def is_handover(self, t: torch.Tensor) -> bool:
-        """Whether a tensor is the view that `handover` gives of its shape."""
-        return (
-            self._handover is not None
-            and t.data_ptr() == self._handover.data_ptr()
-            and t.dtype == torch.bfloat16
-            and t.is_contiguous()
-        )
+        """Whether a tensor is the view that `handover` gave last."""
+        return self._handed is not None and t is self._handed
+
+    def in_handover(self, t: torch.Tensor) -> bool:
+        """Whether a tensor begins in the memory that `handover` gives."""
+        if self._handover is None or t.numel() == 0:
+            return False
+        begin = self._handover.data_ptr()
+        return begin <= t.data_ptr() < begin + self._handover.nbytes
 
     def holds(self, t: torch.Tensor) -> bool:
         """Whether a tensor lies in the workspace's memory, where later calls may overwrite it."""
@@ -381,5 +386,5 @@ class TpSpWorkspace(Workspace):
             # Only now: until the base class has synchronised, calls may still use the partials.
             self.prepared.clear()
             self.partials = None
-            self._handover = None
+            self._handover = self._handed = None
             self._outgrown.clear()

@@ -235,3 +235,29 @@ def test_a_rank_that_leaves_between_both_calls_is_named(victim: int) -> None:
     schedule = Schedule.draw(victim, 3, 4)
     with cpu_world(3, **schedule.options()) as world:
         world.spmd(host, world)
+
+
+def test_what_an_earlier_call_handed_over_is_refused_as_is_a_view_of_the_last(
+    on_cpu: Callable[..., list[Any]],
+) -> None:
+    def host(rank: int, world: World) -> list[str]:
+        x, dy, w = (torch.ones(s).bfloat16() for s in ((8, 24), (16, 16), (16, 24)))
+        said = []
+        with TpSpWorkspace(world, 16, 24) as workspace:
+            gathered, first = bulk_ag(x, dy, w, workspace)
+            _, last = bulk_ag(x, dy + 1, w, workspace)
+            # The first one holds what the last call made.
+            for dx in (first, last.view(16, 24), last[2:]):
+                with pytest.raises(ArgumentError) as refused:
+                    bulk_rs(dx, dy, gathered, workspace)
+                said.append(str(refused.value).split(",")[0])
+                workspace.world.barrier()
+                workspace.reset()
+            _, last = bulk_ag(x, dy, w, workspace)
+            shard, _ = bulk_rs(last, dy, gathered, workspace)
+            workspace.synchronize()
+            assert shard.eq(32).all()
+        return said
+
+    wanted = "dx: got memory of the handover that bulk_ag did not give last"
+    assert on_cpu(2, host) == [[wanted] * 3] * 2

@@ -198,7 +198,10 @@ def _prepare(
     options: BulkRsOptions,
     adds: bool,
 ) -> Prepared:
-    handed = isinstance(dx, torch.Tensor) and workspace.is_handover(dx)
+    # None: it lies there, but not as what was handed over last.
+    handed: bool | None = isinstance(dx, torch.Tensor) and workspace.is_handover(dx)
+    if not handed and isinstance(dx, torch.Tensor) and workspace.in_handover(dx):
+        handed = None
     call: Prepared = how(_plan, {"dx": dx, "dy": dy, "x": x}, workspace, options, handed, adds)
     return call
 
@@ -209,9 +212,15 @@ def _plan(
     x: torch.Tensor,
     workspace: TpSpWorkspace,
     options: BulkRsOptions,
-    handed: bool,
+    handed: bool | None,
     adds: bool,
 ) -> Prepared:
+    if handed is None:
+        raise validate.reject(
+            validate.ARGUMENT,
+            "dx: got memory of the handover that bulk_ag did not give last, or a view, wanted "
+            "the tensor that the last bulk_ag returned; take dx_to='tensor' to keep one for longer",
+        )
     validate.check_types(options, "reducers_per_peer")
     validate.check_choice("policy", options.policy, BULK_RS_POLICIES)
     validate.check_choice("transport", options.transport, BULK_RS_TRANSPORTS, optional=True)
