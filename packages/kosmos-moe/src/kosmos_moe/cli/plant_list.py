@@ -369,7 +369,7 @@ _BACKWARD = [
         "consume",
         "dgrad1 does not wait for dgrad2 of its row block",
         ((gradient.build_gradient, "+ block, block, columns2", "+ block, block, 0"),),
-        sizes=BACK,
+        sizes={**BACK, "hidden": 16, "inter": 16, "experts": 3},
     ),
     Plant(
         "dw_sent_early",
