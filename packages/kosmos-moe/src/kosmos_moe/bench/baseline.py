@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from kosmos_core.worlds import World
 
 from kosmos_moe.bench.models import Weights
-from kosmos_moe.reference import uniform_ids
+from kosmos_moe.reference import exchange, uniform_ids
 from kosmos_moe.router import RouterOptions
 
 
@@ -23,11 +24,13 @@ class Baseline:
     Attributes:
         weights: operands.
         router: softmax router with normalised weights.
-        group: process group.
+        world: the ranks.
+        group: their process group.
     """
 
     weights: Weights
     router: RouterOptions
+    world: World
     group: dist.ProcessGroup | None = None
 
     def route(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,15 +58,14 @@ class Baseline:
         matrix = received.view(ranks, -1)
         both = torch.stack((counts.view(ranks, -1).sum(1), matrix.sum(1))).tolist()
         sent_rows, received_rows = both
-        rows = w.x.new_empty((sum(received_rows), hidden))
-        dist.all_to_all_single(rows, w.x[order // k], received_rows, sent_rows, group=self.group)
+        rows = exchange(w.x[order // k], self.world, sent_rows, received_rows)
         local = torch.arange(matrix.shape[1], device=w.x.device).repeat(ranks)
         owner = torch.repeat_interleave(local, received, output_size=sum(received_rows))
         by_expert = torch.argsort(owner, stable=True)
-        results = torch.empty_like(rows)
-        results[by_expert] = self.experts(rows[by_expert], matrix.sum(0))
-        back = w.x.new_empty((tokens * k, hidden))
-        dist.all_to_all_single(back, results, sent_rows, received_rows, group=self.group)
+        results = torch.empty_like(rows).index_copy(
+            0, by_expert, self.experts(rows[by_expert], matrix.sum(0))
+        )
+        back = exchange(results, self.world, received_rows, sent_rows)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         y = torch.bmm(weights.to(torch.bfloat16)[:, None, :], back[place].view(tokens, k, hidden))[

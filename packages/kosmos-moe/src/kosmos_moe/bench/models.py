@@ -65,6 +65,16 @@ MODELS = {
 class Weights:
     """Operands of one rank's layer, bf16 but for the router's FP32."""
 
+    def requires_grad(self) -> Weights:
+        """The same operands, as leaves that gradients are asked for."""
+        shared = self.shared
+        if shared is not None:
+            shared = shared[0].detach().requires_grad_(), shared[1].detach().requires_grad_()
+        x, router, w1, w2 = (
+            t.detach().requires_grad_() for t in (self.x, self.router, self.w1, self.w2)
+        )
+        return Weights(x, router, w1, w2, shared)
+
     x: torch.Tensor
     router: torch.Tensor
     w1: torch.Tensor

@@ -12,7 +12,8 @@ from kosmos_core.testing.bench import EventTimer, time_rounds
 from kosmos_core.worlds import World
 
 from kosmos_moe.bench.baseline import Baseline
-from kosmos_moe.bench.models import TOKENS, Model, draw, router_of
+from kosmos_moe.bench.models import TOKENS, Model, Weights, draw, router_of
+from kosmos_moe.functions import moe
 from kosmos_moe.ops.moe_forward import MoeResult, moe_forward
 from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.workspaces import MoEWorkspace
@@ -31,6 +32,7 @@ class Settings:
         seed: of all operands.
         variants: choices that are timed besides the plan's own, by name.
         capacity: of the workspace.
+        backward: whether forward and backward together are timed, too.
     """
 
     rounds: int = 3
@@ -40,6 +42,7 @@ class Settings:
     seed: int = 0
     variants: dict[str, MoeOptions] = field(default_factory=dict)
     capacity: float | None = None
+    backward: bool = False
 
 
 @dataclass
@@ -91,11 +94,12 @@ def run_model(model: Model, routing: str, world: World, settings: Settings) -> R
     zipf = settings.zipf if routing == "skewed" else 0.0
     weights = draw(model, world.rank, size, device, zipf, settings.seed)
     router = router_of(model, routing)
-    baseline = Baseline(weights, router)
+    baseline = Baseline(weights, router, world)
     hottest_rank, hottest_expert = baseline.loads()
     with MoEWorkspace(
         world, TOKENS, model.hidden, model.inter, model.experts_on(size), model.topk,
         shared_inter=model.inter * model.shared, capacity=settings.capacity,
+        training=settings.backward,
     ) as workspace:  # fmt: skip
 
         def caller(options: MoeOptions) -> Callable[[], MoeResult]:
@@ -111,6 +115,23 @@ def run_model(model: Model, routing: str, world: World, settings: Settings) -> R
             "gemms": baseline.gemms(),
             **{name: caller(options) for name, options in settings.variants.items()},
         }
+        if settings.backward:
+            leaves = weights.requires_grad()
+            competitor = Baseline(leaves, router, world)
+            dy = torch.randn_like(weights.x)
+
+            def fused_both() -> None:
+                out = moe(
+                    leaves.x, leaves.router, leaves.w1, leaves.w2, workspace, router,
+                    shared=leaves.shared,
+                )  # fmt: skip
+                torch.autograd.backward(out.y, dy)
+
+            def baseline_both() -> None:
+                torch.autograd.backward(competitor(), dy)
+
+            variants["fused both"] = _without_sums(fused_both, leaves)
+            variants["baseline both"] = _without_sums(baseline_both, leaves)
         for call in variants.values():
             call()
             workspace.synchronize()
@@ -134,6 +155,17 @@ def run_model(model: Model, routing: str, world: World, settings: Settings) -> R
         {name: timing.spread for name, timing in timings.items()},
         max(times["gemms"], _bytes_ms(model, world, workspace)), error, repeats, problem,
     )  # fmt: skip
+
+
+def _without_sums(run: Callable[[], None], leaves: Weights) -> Callable[[], None]:
+    """Runs with fresh gradients: adding them to older ones is no part of the layer."""
+
+    def fresh() -> None:
+        for t in (leaves.x, leaves.router, leaves.w1, leaves.w2, *(leaves.shared or ())):
+            t.grad = None
+        run()
+
+    return fresh
 
 
 def _worst(value: float) -> float:

@@ -47,6 +47,13 @@ def _crews(text: str) -> dict[str, MoeOptions]:
 @click.option("--zipf", default=0.8, show_default=True, help="Exponent of skewed routing.")
 @click.option("--crews", default="", help="Also these: dispatchers,combiners;...")
 @click.option("--ablations", is_flag=True, help="Also other switching and push order.")
+@click.option(
+    "--direction",
+    type=click.Choice(("fwd", "both")),
+    default="fwd",
+    show_default=True,
+    help="Also forward and backward together.",
+)
 @click.option("--capacity", type=float, help="Of the arena, in balanced loads.  [default: worst]")
 @click.option("--rounds", type=click.IntRange(1), help="[default: 3]")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
@@ -58,6 +65,7 @@ def bench(
     zipf: float,
     crews: str,
     ablations: bool,
+    direction: str,
     capacity: float | None,
     rounds: int | None,
     seed: int,
@@ -76,7 +84,8 @@ def bench(
     if set(wanted) - set(ROUTINGS):
         raise click.UsageError(f"routings: got {routings}, wanted some of {', '.join(ROUTINGS)}")
     variants = {**_crews(crews), **(POLICIES if ablations else {})}
-    settings = Settings(zipf=zipf, seed=seed, variants=variants, capacity=capacity)
+    both = direction == "both"
+    settings = Settings(zipf=zipf, seed=seed, variants=variants, capacity=capacity, backward=both)
     if quick:
         settings = replace(settings, rounds=1, warmup=3, calls=8)
     if rounds is not None:
