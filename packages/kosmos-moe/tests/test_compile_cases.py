@@ -9,9 +9,10 @@ from kosmos_moe.compile_cases import compile_cases
 pytestmark = pytest.mark.compile
 
 
+@pytest.mark.timeout(900)
 def test_all_configurations_pass_the_guard() -> None:
     cases = compile_cases()
-    assert len({(c.name, c.target) for c in cases}) == len(cases) >= 20
+    assert len({(c.name, c.target) for c in cases}) == len(cases) >= 17
     result = run_cases(cases, jobs=2)
     failed = [f"{r.name} {r.target}: {r.reasons}" for r in result.reports if not r.passed]
     assert not failed, "\n".join(failed)

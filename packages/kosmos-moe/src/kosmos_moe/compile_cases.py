@@ -65,7 +65,7 @@ def _variants() -> list[Variant]:
     ]
 
 
-def backward_variants() -> list[Variant]:
+def _backward_variants() -> list[Variant]:
     """Those of the backward, which does not pass the guard yet: see docs/moe.md, limits."""
     losses = RouterOptions(8, aux_coefficient=0.01, z_coefficient=0.001)
     back = {"backward": True, "save": True}
@@ -80,13 +80,19 @@ def backward_variants() -> list[Variant]:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of the forward."""
-    return _cases(_variants())
+    """Cases of the forward that pass the guard."""
+    return [case for case in _cases(_variants()) if not _is_open(case)]
 
 
-def backward_cases() -> list[CompileCase]:
-    """Cases of the backward."""
-    return _cases(backward_variants())
+def open_cases() -> list[CompileCase]:
+    """Cases that do not pass the guard yet: docs/moe.md, limits."""
+    forward = [case for case in _cases(_variants()) if _is_open(case)]
+    return forward + _cases(_backward_variants())
+
+
+def _is_open(case: CompileCase) -> bool:
+    """The forward with a shared expert on gfx950: the guard misses an acquire of scope sys."""
+    return case.target == "gfx950" and " shared=" in case.name
 
 
 def _cases(variants: list[Variant]) -> list[CompileCase]:
