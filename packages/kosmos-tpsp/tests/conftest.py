@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kosmos_core.executor import Random
 from kosmos_core.worlds import cpu_world
+
+with contextlib.suppress(ImportError):
+    # Inductor imports it on the thread of a rank, where its own distutils was seen not to be found.
+    import setuptools  # noqa: F401
 
 
 @pytest.fixture

@@ -19,6 +19,10 @@ COLOURS = {
     "copy_in": "#8c6d31",
     "keep": "#8fd1a8",
     "reduce": "#b5651d",
+    "route": "#7b4fa3",
+    "plan": "#c2a5d6",
+    "combine": "#d98e4a",
+    "fold": "#a33b5a",
     "wait": "#c3d9ee",
 }
 LABELS = {
@@ -27,6 +31,10 @@ LABELS = {
     "copy_in": "copying in",
     "keep": "keeping the gathered input",
     "reduce": "adding up partial sums",
+    "route": "routing tokens",
+    "plan": "planning the layout",
+    "combine": "returning rows",
+    "fold": "adding up returned rows",
     "wait": "waiting for data",
 }
 

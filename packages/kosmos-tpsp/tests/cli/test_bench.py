@@ -389,6 +389,7 @@ def test_nccl_runs_without_multicast_unless_asked(
         monkeypatch.delenv("NCCL_NVLS_ENABLE")
     else:
         monkeypatch.setenv("NCCL_NVLS_ENABLE", given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", stop)
     with pytest.raises(Reached), session.process_group():
         pass

@@ -212,7 +212,7 @@ def test_a_result_that_depends_on_the_schedule_is_no_bitwise_repeat(
     # Which workgroup builds a tile must not matter; here it decides the last bit of a few elements.
     old = "acc = SUM(job, ctx, call, standing, tile, 0, k_end, CONFIG)"
     new = old + " * (1 + tl.program_id(0) * 0.0005)"
-    plant(monkeypatch, Mutation(build.build_tiles, old, new))
+    plant(monkeypatch, Mutation(build.build_whole, old, new))
     status, report, _ = check(capsys, "--world", "cpu:2", *SMALL, "--schedules", "3")
     assert status == 1
     assert report["cases"][0]["bitwise_repeat"] is False

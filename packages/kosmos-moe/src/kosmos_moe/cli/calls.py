@@ -327,16 +327,19 @@ def _choice_problem(given: Inputs, call: Call, found: MoeResult, wanted: torch.T
     """What is wrong with choices that are not the reference's: only close keys may change places.
 
     Keys of the chosen experts are compared in order, in FP64: scores are exponentials, which even
-    the lanes of one vector unit may round differently.
+    the lanes of one vector unit may round differently. Equal logits go to the lowest expert.
     """
     router = call.router
     keys = given.x.double() @ given.router.double().t()
-    if router.score_first and (given.bias is not None or router.groups > 1):
+    scored = router.score_first and (given.bias is not None or router.groups > 1)
+    if scored:
         keys = reference.score_of(keys, router)
     if given.bias is not None:
         keys = keys + given.bias.double()
     own = keys.gather(1, found.ids.long().clamp_min(0))
     off = (own - keys.gather(1, wanted.clamp_min(0))).abs()
+    if not scored:
+        off = torch.where((off == 0) & (found.ids != wanted), torch.inf, off)
     off = torch.where((found.ids < 0) == (wanted < 0), off, torch.inf).amax(dim=1)
     token = int(off.argmax())
     if float(off[token]) > KEY_TOLERANCE or router.forced:
