@@ -245,7 +245,7 @@ def test_the_committed_measurements_hold(request, capsys):
     files = sorted(str(path) for path in results.glob("*.json"))
     if not files:
         pytest.skip("not in the repository")
-    # One shape of gemm_rs loses by 1.1 % in the record, with a spread of 11 % (docs/benchmarking.md).
+    # One shape of gemm_rs loses in the record, with a spread of 11 % (docs/benchmarking.md).
     known = "FAULT gemm_rs 405B-Down-MBS2 on 2 ranks: accepted, and lost 1.1 %"
     assert main(["validate", "--measured", *files]) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAULT")]
