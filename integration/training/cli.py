@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import torch
-from kosmos_tpsp.cli.faults import is_reported
+from kosmos_core.testing.faults import is_reported
 from kosmos_tpsp.cli.relaunch import gpus_to_use, relaunch, under_torchrun
 
 from integration.training.presets import PRESETS, Preset

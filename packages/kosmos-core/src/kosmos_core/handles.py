@@ -8,19 +8,26 @@ from collections.abc import Hashable
 from typing import Any
 
 from kosmos_core.errors import WorkspaceError
-from kosmos_core.workspace import Workspace
 
-_CALLS: dict[int, tuple[weakref.ref[Workspace], Any]] = {}
+_CALLS: dict[int, tuple[weakref.ref[Any], Any]] = {}
 _HANDLES: dict[tuple[int, Hashable], int] = {}
 _COUNT = itertools.count()
+HANDLE_STRIDE = 16  # above the largest number of ranks
 
 
-def call_handle(workspace: Workspace, choices: Hashable) -> int:
-    """The handle of (workspace, choices), the same one while the workspace lives."""
+def call_handle(workspace: Any, choices: Hashable) -> int:
+    """The handle of (workspace, choices), the same one while the workspace lives.
+
+    Args:
+        workspace: a workspace, or what stands for one that is not made yet; it has a `world`.
+        choices: of the call.
+    """
     key = (id(workspace), choices)
     handle = _HANDLES.get(key)
     if handle is None:
-        handle = _HANDLES[key] = next(_COUNT)
+        # Shapes depend on the number of ranks: with that in it, a graph that torch.compile keeps on
+        # disk is never taken for one of another number.
+        handle = _HANDLES[key] = next(_COUNT) * HANDLE_STRIDE + workspace.world.size
 
         def forget(_: object) -> None:
             _CALLS.pop(_HANDLES.pop(key))
@@ -29,7 +36,7 @@ def call_handle(workspace: Workspace, choices: Hashable) -> int:
     return handle
 
 
-def resolve(handle: int) -> tuple[Workspace, Any]:
+def resolve(handle: int) -> tuple[Any, Any]:
     """The workspace and choices of a handle.
 
     Raises:

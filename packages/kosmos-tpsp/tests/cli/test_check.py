@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.executor import Mutation
+from kosmos_core.testing.schedules import Schedule
 from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli import checking, killed
 from kosmos_tpsp.cli.cases import sequence, shapes
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.device import build, gather, gathered
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from kosmos_core.executor import Mutation
+from kosmos_core.testing.schedules import POLICIES
 from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli import exploration, scenarios
 from kosmos_tpsp.cli.exploration import Exploration
 from kosmos_tpsp.cli.rig import Run, run_on_cpu
 from kosmos_tpsp.cli.scenarios import DECLINED, EPOCHS, Found, Scenario
-from kosmos_tpsp.cli.schedules import POLICIES
 from kosmos_tpsp.device import gather
 
 SLICE = 28

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from kosmos_core.executor import Mutation
+from kosmos_core.testing.schedules import Schedule
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.expiry import BOUNDS_US, Expiry, expire_on_cpu
 from kosmos_tpsp.cli.killed import trouble_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import KINDS, Trouble
 from kosmos_tpsp.device import build
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World
 from kosmos_tpsp.cli.calls import Call, Wanted, compare
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops import prepared
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call, prepare_ag_gemm
 from kosmos_tpsp.workspaces import TpSpWorkspace

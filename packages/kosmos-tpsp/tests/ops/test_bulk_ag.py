@@ -17,6 +17,7 @@ from kosmos_core.device.mover import copy_run
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.errors import ArgumentError, PeerError, WorkspaceError
 from kosmos_core.executor import DataRace, Mutation
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import (
     AgGemmOptions,
@@ -31,7 +32,6 @@ from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.expiry import BOUNDS_US, Expiry, expire_on_cpu
 from kosmos_tpsp.cli.killed import trouble_on_cpu
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import KINDS, Trouble
 from kosmos_tpsp.device import beside
 from kosmos_tpsp.ops.bulk_ag import describe_bulk_ag

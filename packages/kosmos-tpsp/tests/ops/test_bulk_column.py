@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.errors import ArgumentError, PeerError
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import (
     AgGemmOptions,
@@ -22,7 +23,6 @@ from kosmos_tpsp import (
 )
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 
 OnCpu = Callable[..., list[Any]]
 Shape = tuple[int, int, int]

@@ -13,9 +13,9 @@ from kosmos_core.device import gemm
 from kosmos_core.device import reduce as core_reduce
 from kosmos_core.errors import ArgumentError, PeerError, PeerMismatchError, WorkspaceError
 from kosmos_core.executor import Mutation
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import AgGemmOptions, BulkRsOptions, TpSpWorkspace, ag_gemm, bulk_rs
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.device import gather, gradient
 from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
 from kosmos_tpsp.ops.bulk_rs import describe_bulk_rs, reduce_elements

@@ -11,9 +11,9 @@ import pytest
 import torch
 from kosmos_core.device.sentinel import SENTINEL
 from kosmos_core.errors import ArgumentError, PeerError, WorkspaceError
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import AgGemmOptions, GemmRsOptions, TpSpWorkspace, ag_gemm, gemm_rs, reference
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.gemm_rs import describe_gemm_rs
 from kosmos_tpsp.workspaces import TRANSPORTS
 

@@ -12,11 +12,11 @@ from kosmos_core.device import gemm, sentinel
 from kosmos_core.device.layout import STAGING
 from kosmos_core.errors import ArgumentError, PeerError
 from kosmos_core.executor import Deadlock, Mutation
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world
 from kosmos_tpsp import GemmRsOptions, TpSpWorkspace, ag_gemm, gemm_rs
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.device import staging
 from kosmos_tpsp.ops.gemm_rs import describe_gemm_rs
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import click
-import torch
-import torch.distributed as dist
-from kosmos_core.errors import KosmosError, PeerFaultError, WorldError
+from kosmos_core.errors import KosmosError, PeerFaultError
 from kosmos_core.testing.schedules import DELAYS, POLICIES, Schedule
-from kosmos_core.worlds import World, gpu_world, group_world
+from kosmos_core.testing.worlds import open_world, sleeper
+from kosmos_core.worlds import World
 
 from kosmos_moe.cli.request import Request
 from kosmos_moe.cli.rig import Rig, Run, run_on_cpu, run_on_devices
@@ -26,7 +20,6 @@ MAX_DRAWS = 4
 # Bound of every wait on devices: far beyond any delay, and a hang ends the command soon.
 TIMEOUT_S = 30.0
 # Longest sleep of a rank that is held back, in cycles: a few milliseconds.
-MAX_SLEEP = 1 << 23
 
 
 @dataclass
@@ -60,12 +53,13 @@ def run_request(request: Request) -> tuple[Report, bool]:
         if request.kill_rank is not None:
             return _killed(request, rig, None), True
         return _summary(request, _cpu_runs(request, rig)), True
-    with _open_world(request) as (world, prints):
+    with open_world(request.world) as (world, prints):
         if request.kill_rank is not None:
             return _killed(request, rig, world), prints
         runs = []
         for _ in range(request.num_schedules):
-            runs.append(run_on_devices(world, replace(rig, delay=_sleeper(request, world))))
+            delay = sleeper(world, request.seed) if request.delay else None
+            runs.append(run_on_devices(world, replace(rig, delay=delay)))
         return _summary(request, runs), prints
 
 
@@ -149,39 +143,3 @@ def _killed(request: Request, rig: Rig, world: World | None) -> Report:
     report.lines = [f"{request.world}: rank {request.kill_rank} fails before call 3", *told]
     report.numbers = {"world": request.world, "errors": told, "passed": report.passed}
     return report
-
-
-@contextlib.contextmanager
-def _open_world(request: Request) -> Iterator[tuple[World, bool]]:
-    with contextlib.ExitStack() as stack:
-        try:
-            if request.kind == "group":
-                cuda = torch.cuda.is_available()
-                if cuda:
-                    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-                dist.init_process_group("nccl" if cuda else "gloo")
-                stack.callback(dist.destroy_process_group)
-                world = stack.enter_context(group_world())
-                prints = world.rank == 0
-            else:
-                world = stack.enter_context(gpu_world(request.size))
-                prints = True
-        except WorldError as error:
-            raise click.UsageError(str(error)) from error
-        yield world, prints
-
-
-def _sleeper(request: Request, world: World) -> Callable[[int, int], None] | None:
-    """With --delay: before each call one rank's stream sleeps for a while."""
-    if not request.delay or world.device.type != "cuda":
-        return None
-    # Its module is loaded now, not while a peer waits.
-    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-
-    def sleep(rank: int, index: int) -> None:
-        rng = random.Random(f"delay {request.seed} {index}")
-        if rng.randrange(world.size) == rank:
-            torch.cuda._sleep(rng.randrange(MAX_SLEEP))  # type: ignore[no-untyped-call]
-
-    return sleep

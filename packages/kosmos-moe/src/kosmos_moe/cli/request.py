@@ -10,12 +10,12 @@ from typing import Any
 import click
 from kosmos_core.arguments import Rejected
 from kosmos_core.errors import KosmosError
+from kosmos_core.testing.worlds import world_size
 
 from kosmos_moe.cli.calls import ROUTINGS, Call
 from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.router import RouterOptions
 
-MAX_RANKS = 8
 DEFAULT_SCHEDULES = 3
 GRANULE = 8  # elements of a row of 16 bytes
 
@@ -102,17 +102,7 @@ class Request:
         Raises:
             click.UsageError: the world's name is none, or `group` without torchrun.
         """
-        if self.world == "group":
-            if "WORLD_SIZE" not in os.environ:
-                raise click.UsageError("world: group needs one process a rank; start with torchrun")
-            return int(os.environ["WORLD_SIZE"])
-        found = re.fullmatch(r"(cpu|gpu):(\d+)", self.world)
-        if found is None or not 1 <= int(found[2]) <= MAX_RANKS:
-            raise click.UsageError(
-                f"world: got {self.world!r}, wanted group, or cpu:N or gpu:N with N from 1 to "
-                f"{MAX_RANKS}"
-            )
-        return int(found[2])
+        return world_size(self.world)
 
     @property
     def all_tokens(self) -> tuple[int, ...]:

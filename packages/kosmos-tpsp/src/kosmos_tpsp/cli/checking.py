@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import click
-import torch
-import torch.distributed as dist
-from kosmos_core.errors import WorldError
-from kosmos_core.worlds import World, gpu_world, group_world
+from kosmos_core.testing.schedules import DELAYS, POLICIES, Schedule
+from kosmos_core.testing.worlds import open_world, sleeper
 
 from kosmos_tpsp.cli.calls import Call, Ledger
 from kosmos_tpsp.cli.cases import sequence, shapes
@@ -22,7 +15,6 @@ from kosmos_tpsp.cli.killed import check_killed_rank
 from kosmos_tpsp.cli.report import Report, case_of
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu, run_on_devices
-from kosmos_tpsp.cli.schedules import DELAYS, POLICIES, Schedule
 from kosmos_tpsp.ops.catalog import DRIVERS, choose
 
 # Workgroups of a rank on the executor, more only where the cap asks for more.
@@ -32,7 +24,6 @@ MAX_DRAWS = 4
 # Bound of every wait on devices: far beyond any delay, and a hang ends the command soon.
 TIMEOUT_S = 30.0
 # Longest sleep of a rank that is held back, in cycles: a few milliseconds.
-MAX_SLEEP = 1 << 23
 
 
 def options_of(request: Request) -> Any:
@@ -53,13 +44,15 @@ def run_request(request: Request) -> tuple[Report, bool]:
         if request.kill_rank is not None:
             return check_killed_rank(request, options, None), True
         return _summary(request, options, _cpu_runs(request, options)), True
-    with _open_world(request) as (world, prints):
+    with open_world(request.world) as (world, prints):
         if request.kill_rank is not None:
             return check_killed_rank(request, options, world), prints
         runs = []
         rig = _rig(request, options)
         for _ in range(request.num_schedules):
-            rig = replace(rig, progress={}, delay=_sleeper(request, world))
+            rig = replace(
+                rig, progress={}, delay=sleeper(world, request.seed) if request.delay else None
+            )
             runs.append(run_on_devices(world, rig))
         return _summary(request, options, runs), prints
 
@@ -115,39 +108,3 @@ def _summary(request: Request, options: Any, runs: list[Run]) -> Report:
             again = f"\nagain with: {run.replay}" if run.replay else ""
             report.problems.append("\n".join(run.problems) + again)
     return report
-
-
-@contextlib.contextmanager
-def _open_world(request: Request) -> Iterator[tuple[World, bool]]:
-    with contextlib.ExitStack() as stack:
-        try:
-            if request.kind == "group":
-                cuda = torch.cuda.is_available()
-                if cuda:
-                    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-                dist.init_process_group("nccl" if cuda else "gloo")
-                stack.callback(dist.destroy_process_group)
-                world = stack.enter_context(group_world())
-                prints = world.rank == 0
-            else:
-                world = stack.enter_context(gpu_world(request.size))
-                prints = True
-        except WorldError as error:
-            raise click.UsageError(str(error)) from error
-        yield world, prints
-
-
-def _sleeper(request: Request, world: World) -> Callable[[int, int], None] | None:
-    """With --delay: before each call one rank's stream sleeps for a while."""
-    if not request.delay or world.device.type != "cuda":
-        return None
-    # Its module is loaded now, not while a peer waits.
-    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-
-    def sleep(rank: int, index: int) -> None:
-        rng = random.Random(f"delay {request.seed} {index}")
-        if rng.randrange(world.size) == rank:
-            torch.cuda._sleep(rng.randrange(MAX_SLEEP))  # type: ignore[no-untyped-call]
-
-    return sleep

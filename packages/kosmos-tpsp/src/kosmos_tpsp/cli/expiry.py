@@ -10,11 +10,11 @@ import torch
 from kosmos_core.device import barrier
 from kosmos_core.errors import KosmosError, PeerError, PeerTimeoutError
 from kosmos_core.executor import Executor, ExecutorError, Mutation
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world
 
 from kosmos_tpsp.cli.calls import Call, Operands, compare_all, known, lasting, owned
 from kosmos_tpsp.cli.rig import Rig, Run
-from kosmos_tpsp.cli.schedules import Schedule
 
 # A bound counted in microseconds and not in milliseconds: the executor's clock moves by one a step.
 SHORT_EDIT = (barrier.call_enter, "to(tl.int64) * 1000000", "to(tl.int64) * 1000")

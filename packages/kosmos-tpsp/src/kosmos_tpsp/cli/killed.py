@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kosmos_core.testing.faults import is_reported
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world
 
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.cases import shapes
-from kosmos_tpsp.cli.faults import is_reported
 from kosmos_tpsp.cli.report import Report, case_of
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Meter, Run, on_all_ranks
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import KINDS, Trouble, Witness
 from kosmos_tpsp.ops.catalog import DRIVERS
 

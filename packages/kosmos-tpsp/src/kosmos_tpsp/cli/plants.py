@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kosmos_core.executor import DataRace, Deadlock, KernelFault, Mutation
+from kosmos_core.testing.schedules import Schedule
 
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.expiry import BOUNDS_US, Expiry, expire_on_cpu
 from kosmos_tpsp.cli.killed import trouble_on_cpu
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.cli.trouble import Trouble
 from kosmos_tpsp.ops.catalog import DRIVERS
 

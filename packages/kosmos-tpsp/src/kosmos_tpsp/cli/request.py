@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 
 import click
+from kosmos_core.testing.worlds import world_size
 
 from kosmos_tpsp.ops.catalog import DRIVERS, Shape
 
-MAX_RANKS = 8
 DEFAULT_SCHEDULES = 3
 
 
@@ -105,17 +103,7 @@ class Request:
         Raises:
             click.UsageError: the world's name is none, or `group` without torchrun.
         """
-        if self.world == "group":
-            if "WORLD_SIZE" not in os.environ:
-                raise click.UsageError("world: group needs one process a rank; start with torchrun")
-            return int(os.environ["WORLD_SIZE"])
-        found = re.fullmatch(r"(cpu|gpu):(\d+)", self.world)
-        if found is None or not 1 <= int(found[2]) <= MAX_RANKS:
-            raise click.UsageError(
-                f"world: got {self.world!r}, wanted group, or cpu:N or gpu:N with N from 1 to "
-                f"{MAX_RANKS}"
-            )
-        return int(found[2])
+        return world_size(self.world)
 
     @property
     def num_schedules(self) -> int:

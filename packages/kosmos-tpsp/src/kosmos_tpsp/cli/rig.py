@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from kosmos_core.device.barrier import agree_kernel
 from kosmos_core.errors import KosmosError
+from kosmos_core.testing.faults import is_reported
+from kosmos_core.testing.schedules import Schedule
 from kosmos_core.workspace import DEFAULT_TIMEOUT_S
 from kosmos_core.worlds import World, cpu_world
 from kosmos_heuristics import Machine
 
 from kosmos_tpsp.cli.calls import Call, Ledger, Operands, Verdict, compare_all, lasting
-from kosmos_tpsp.cli.faults import is_reported
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.prepared import Prepared
 from kosmos_tpsp.workspaces import TRANSPORTS, TpSpWorkspace
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kosmos_core.testing.schedules import Schedule
 from kosmos_heuristics import Machine, load_machine
 
 from kosmos_tpsp.cli.calls import Call
 from kosmos_tpsp.cli.rig import Rig, run_on_cpu
-from kosmos_tpsp.cli.schedules import Schedule
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions
 from kosmos_tpsp.ops.bulk_column import BulkColumnOptions
