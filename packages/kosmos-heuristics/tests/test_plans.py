@@ -202,7 +202,7 @@ def test_every_field_shows_in_the_line_that_ranks_compare():
         ({"split_tiles": 0, "split_k": 2}, "split_tiles"),
         ({"claim_run": 0}, "claim_run"),
         ({"copy_depth": 0}, "copy_depth"),
-        ({"copy_depth": 3}, "copy_depth"),
+        ({"copy_depth": 4}, "copy_depth"),
         ({"block_m": 100}, "block_m"),
         ({"block_n": 8}, "block_n"),
         ({"block_k": 0}, "block_k"),

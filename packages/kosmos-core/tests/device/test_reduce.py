@@ -18,20 +18,16 @@ def reduce_kernel(
     count,
     SOURCES: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     sources = (src_ptr,)
     for source in tl.static_range(1, SOURCES):
         sources = sources + (src_ptr + source * stride,)  # noqa: RUF005
-    reduce_run(sources, dst_ptr, count, SOURCES, BLOCK, AHEAD)
+    reduce_run(sources, dst_ptr, count, SOURCES, BLOCK)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("sources", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 33, 80])
-def test_a_run_is_added_up_in_order_and_nothing_beside_it(
-    count: int, sources: int, ahead: int
-) -> None:
+def test_a_run_is_added_up_in_order_and_nothing_beside_it(count: int, sources: int) -> None:
     generator = torch.Generator().manual_seed(count)
     # Of very different sizes: another order of summation gives other bits.
     sizes = 10.0 ** torch.randint(-3, 4, (sources, 1), generator=generator)
@@ -43,17 +39,16 @@ def test_a_run_is_added_up_in_order_and_nothing_beside_it(
         # Exactly as long as the runs: a step beyond the last one is a memory fault.
         src = ex.tensor(0, data, "src")
         dst = ex.tensor(0, torch.full((count + 8,), -7).bfloat16(), "dst")
-        reduce_kernel[(1,)](src, data.shape[1], dst, count, sources, 16, ahead)
+        reduce_kernel[(1,)](src, data.shape[1], dst, count, sources, 16)
         ex.run()
     assert torch.equal(dst[:count], wanted.bfloat16()[:count])
     assert dst[count:].eq(-7).all()
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_run_that_is_too_long_is_found(ahead: int) -> None:
+def test_a_run_that_is_too_long_is_found() -> None:
     with Executor() as ex:
         src = ex.empty(0, 127, torch.bfloat16, "parts")
         dst = ex.empty(0, 64, torch.bfloat16, "sums")
-        reduce_kernel[(1,)](src, 64, dst, 64, 2, 16, ahead)
+        reduce_kernel[(1,)](src, 64, dst, 64, 2, 16)
         with pytest.raises(MemoryFault, match="parts"):
             ex.run()

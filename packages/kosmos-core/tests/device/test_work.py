@@ -128,7 +128,7 @@ def copy_kernel(src_ptr, dst_ptr, count, BLOCK: tl.constexpr, DEPTH: tl.constexp
     copy_run(src_ptr, dst_ptr, count, BLOCK, DEPTH)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 32, 47, 48, 49, 200])
 def test_a_run_is_copied_and_nothing_beside_it(count: int, depth: int) -> None:
     data = torch.randn(count, generator=torch.Generator().manual_seed(count)).bfloat16()

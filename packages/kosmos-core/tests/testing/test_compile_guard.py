@@ -454,3 +454,25 @@ def test_narrow_loads_are_found(target: str) -> None:
     assert [str(reason) for reason in narrow.reasons] == [
         "expectation: wide_load: wanted at least 1, found 0"
     ]
+
+
+@triton.jit
+def staged_copy_kernel(src, dst, n):
+    index = tl.arange(0, 2048)
+    for i in tl.range(0, n, 2048, num_stages=3):
+        tl.store(dst + i + index, tl.load(src + i + index))
+
+
+def test_loads_to_shared_memory_count_as_loads() -> None:
+    case = CompileCase(
+        name="staged copy",
+        kernel=staged_copy_kernel,
+        signature={"src": "*bf16", "dst": "*bf16", "n": "i32"},
+        divisible_by_16=("src", "dst", "n"),
+        target="sm_90",
+        options={"num_warps": 4},
+        expect=Expectations(wide_load=3),
+    )
+    (report,) = run_cases([case]).reports
+    assert report.passed
+    assert report.counts["load"] == report.counts["wide_load"] >= 3

@@ -12,7 +12,6 @@ from kosmos_heuristics.explain import Reason, given
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.movers import FIXED_MOVERS_PER_PEER, MoverChoice, ag_gemm_movers
 from kosmos_heuristics.plans import (
-    MAX_COPY_DEPTH,
     ORDERS,
     POLICIES,
     AgGemmPairPlan,
@@ -21,8 +20,8 @@ from kosmos_heuristics.plans import (
 )
 from kosmos_heuristics.problems import AgGemmPairProblem, AgGemmProblem
 from kosmos_heuristics.tiles import (
-    RULES_SOURCE,
     choose_claim_run,
+    choose_copy_depth,
     choose_groups,
     choose_slices,
     choose_split_k,
@@ -146,8 +145,8 @@ def plan_ag_gemm(
     copy_bytes = copy_step_bytes(machine, way)
     copy_elements = overrides.get("copy_elements", copy_bytes // problem.element_bytes)
     reasons.append(Reason("copy_elements", "step of the measured curve", machine.source(way)))
-    depth = "loads in flight against the latency of a loaded link"
-    reasons.append(Reason("copy_depth", depth, RULES_SOURCE))
+    copy_depth, reason = choose_copy_depth(machine, way)
+    reasons.append(reason)
     slices, reason = choose_slices(
         problem, machine, tile_row_rows, copy_elements, crew.movers_per_peer
     )
@@ -164,7 +163,7 @@ def plan_ag_gemm(
         "xcd_bucketing": bucketing,
         "num_xcds": num_xcds,
         "copy_elements": copy_elements,
-        "copy_depth": MAX_COPY_DEPTH,
+        "copy_depth": copy_depth,
         **overrides,
     }
     final = [given(item.field) if item.field in overrides else item for item in reasons]

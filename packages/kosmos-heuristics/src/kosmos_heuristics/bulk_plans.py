@@ -7,7 +7,6 @@ from kosmos_heuristics.draft import TILE_FIELDS, Draft, crew_given
 from kosmos_heuristics.gemm_rs import UNIT_ROWS, set_unit
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.parts import TileShape
-from kosmos_heuristics.plan_base import MAX_COPY_DEPTH
 from kosmos_heuristics.problems import BulkAgProblem, BulkRsProblem, TpProblem, wire_bytes
 from kosmos_heuristics.reducers import saturating_reducers
 from kosmos_heuristics.tiles import (
@@ -20,6 +19,7 @@ from kosmos_heuristics.tiles import (
     TAIL_SPLIT_K,
     UNIT_BYTES,
     choose_claim_run,
+    choose_copy_depth,
     copy_step_bytes,
     fit_split,
     paper_split_k,
@@ -173,8 +173,8 @@ def _set_steps(draft: Draft, problem: TpProblem, way: str) -> None:
     machine = draft.machine
     elements = copy_step_bytes(machine, way) // problem.element_bytes
     draft.set("copy_elements", elements, "step of the measured curve", machine.source(way))
-    depth = "loads in flight against the latency of a loaded link"
-    draft.set("copy_depth", MAX_COPY_DEPTH, depth, RULES_SOURCE)
+    depth, why = choose_copy_depth(machine, way)
+    draft.set("copy_depth", depth, why.rule, why.source)
 
 
 def _set_queue(

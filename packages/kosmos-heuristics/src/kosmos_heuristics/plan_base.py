@@ -17,8 +17,9 @@ RS_ORDERS = ("band_major", "row_major")
 MOE_POLICIES = ("two_way", "dedicated_combine", "planned_split", "fixed", "serial")
 PUSH_ORDERS = ("destination_minor", "destination_major")
 COLUMN_INPUTS = ("none", "forward", "backward")
-# A mover's copy loop is written for at most so many steps in flight beyond the one it stores.
-MAX_COPY_DEPTH = 2
+# Most steps in flight beyond the one that a mover stores: with more, the buffers of four steps of
+# 32 KiB would not fit into shared memory.
+MAX_COPY_DEPTH = 3
 # Partials are combined pair by pair, on at most three levels.
 MAX_SPLIT_K = 8
 # Pieces of a row in flight at once: Table B.3 row 10 has no larger depth.

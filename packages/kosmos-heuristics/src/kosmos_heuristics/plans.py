@@ -56,7 +56,7 @@ class AgGemmPlan(PlanBase):
         policy: ``one_way``, ``two_way``, ``fixed`` or ``serial``.
         order: ``local_first``, ``chunk_major`` or ``naive``.
         copy_elements: Elements that a mover moves per step.
-        copy_depth: Further steps whose loads a mover keeps in flight, 1 or 2.
+        copy_depth: Further steps whose loads a mover keeps in flight, 1 to 3.
         rule: The rule that set the crew.
         reasons: Rule and source of every field; not part of equality.
 

@@ -42,6 +42,9 @@ GROUP_M_H200 = 16
 UNIT_BYTES = 256 * 1024
 # A larger step spills registers in kernels that split the contraction (compile guard, sm_90).
 MAX_STEP_BYTES = 32 * 1024
+# Steps that a mover reads ahead. What it pulls over a link is late more than registers can bridge.
+COPY_DEPTH = 2
+PULLED_COPY_DEPTH = 3
 # Tile rows are swept together only where the gather runs well ahead of the builders: the GEMM
 # takes at least this many times as long as the bytes.
 SWEEP_AHEAD = 4.0
@@ -280,6 +283,13 @@ def choose_slices(
 def copy_step_bytes(machine: Machine, transport: str) -> int:
     """Bytes that a mover moves per step: the measured curve's step, as far as registers allow."""
     return min(machine.transport_named(transport).copy_bytes, MAX_STEP_BYTES)
+
+
+def choose_copy_depth(machine: Machine, transport: str) -> tuple[int, Reason]:
+    """Steps that a mover reads ahead, beyond the one that it stores."""
+    pulled = machine.rule_set == "h200" and transport == "pull"
+    rule = "loads in flight against the latency of a loaded link"
+    return PULLED_COPY_DEPTH if pulled else COPY_DEPTH, Reason("copy_depth", rule, RULES_SOURCE)
 
 
 def choose_groups(

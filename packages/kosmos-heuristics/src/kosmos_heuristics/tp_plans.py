@@ -97,7 +97,7 @@ class BulkAgPlan(PlanBase):
         group_m: Row blocks swept together per column.
         unit_rows: Rows of a mover's unit, over the whole width.
         copy_elements: Elements that a mover moves per step.
-        copy_depth: Further steps whose loads a mover keeps in flight, 1 or 2.
+        copy_depth: Further steps whose loads a mover keeps in flight, 1 to 3.
         split_k: Contraction splits of each of the last ``split_tiles`` tiles.
         split_tiles: Tiles at the end of the queue that are split; 0 when ``split_k`` is 1.
         claim_run: Tiles claimed at once while the queue is deep.
@@ -162,7 +162,7 @@ class BulkRsPlan(PlanBase):
         unit_cols: Columns of a reducer's unit.
         source_unroll: Sources whose loads a reducer has in flight at once.
         copy_elements: Pushed, elements that a reducer sends per step.
-        copy_depth: Further steps whose loads it keeps in flight, 1 or 2.
+        copy_depth: Further steps whose loads it keeps in flight, 1 to 3.
         split_k: Contraction splits of each of the last ``split_tiles`` tiles.
         split_tiles: Tiles at the end of the queue that are split; 0 when ``split_k`` is 1.
         claim_run: Tiles claimed at once while the queue is deep.

@@ -12,10 +12,16 @@ from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_heuristics import load_machine
 from kosmos_heuristics.gemm_rs import UNIT_COLS, UNIT_ROWS
-from kosmos_heuristics.plans import MAX_COPY_DEPTH
-from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
+from kosmos_heuristics.tiles import CLAIM_RUNS
 
-from kosmos_tpsp.compile_parts import ROWS_OF_8, case, constexprs, tile_constants
+from kosmos_tpsp.compile_parts import (
+    ROWS_OF_8,
+    STAGED_SPILL,
+    case,
+    constexprs,
+    copy_constants,
+    tile_constants,
+)
 from kosmos_tpsp.device.config import (
     BUILD_ONLY,
     FUSED,
@@ -59,7 +65,6 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "HANDOVER": 1,
             "SCATTERS": 0,
             "SLICES": 4,
-            "COPY_DEPTH": MAX_COPY_DEPTH,
             "GROUP_M": 8,
             "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
         }
@@ -87,8 +92,7 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
         for changes, world, trace in variants:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
-            elements = copy_step_bytes(machine, transport) // 2
-            config = {**base, **changes, "COPY_ELEMENTS": elements}
+            config = {**base, **changes, **copy_constants(machine, transport)}
             rows_of = config.pop("ROWS_OF", 16)
             yield case(
                 bulk_ag_kernel, target, tile, AG_OPERANDS, AG_COUNTS,
@@ -113,6 +117,7 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
         mma=1 if builds else 0,
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
+        **(STAGED_SPILL if not (builds or pushes) and target == "sm_90" else {}),
     )
 
 
@@ -131,9 +136,7 @@ def bulk_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "MAIN_GRAD": 0,
             "SCATTERS": 1,
             "SLICES": 16,
-            "COPY_ELEMENTS": copy_step_bytes(machine, "push") // 2,
-            "COPY_DEPTH": MAX_COPY_DEPTH,
-            "REDUCE_AHEAD": 1,
+            **copy_constants(machine, "push"),
             "GROUP_M": 8,
             "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
             "EVEN_M": 1,
@@ -195,4 +198,5 @@ def _expected_rs(target: str, config: dict[str, Any], world: int) -> Expectation
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
         **(ALLOWED if target == "gfx950" and cornered else {}),
+        **(STAGED_SPILL if target == "sm_90" and not builds else {}),
     )

@@ -14,16 +14,17 @@ from kosmos_core.device.roles import FIXED, ONE_WAY, TWO_WAY
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_heuristics import load_machine
 from kosmos_heuristics.gemm_rs import SOURCE_UNROLL, UNIT_COLS, UNIT_ROWS
-from kosmos_heuristics.plans import MAX_COPY_DEPTH
-from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
+from kosmos_heuristics.tiles import CLAIM_RUNS
 
 from kosmos_tpsp.compile_bulk import bulk_ag_cases, bulk_rs_cases
 from kosmos_tpsp.compile_parts import (
     CONTEXT_POINTERS,
     ROWS_OF_8,
+    STAGED_SPILL,
     case,
     constexprs,
     context,
+    copy_constants,
     tile_constants,
 )
 from kosmos_tpsp.device.config import (
@@ -46,12 +47,6 @@ from kosmos_tpsp.ops.gemm_rs import most_reduced
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
 AG_OPERANDS = Operands._make(["*bf16"] * 5 + ["*fp32"])
 RS_OPERANDS = ScatterOperands._make(["*bf16"] * 4 + ["*fp32"])
-# Of a tile in four parts on sm_90 that is sent to one of eight ranks.
-ALLOWED: dict[str, Any] = {
-    "allow_spills": 16,
-    "reason": "eight descriptors of where tiles go beside the sums of four parts; no plan splits "
-    "tiles of gemm_rs, a caller may",
-}
 AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
 
@@ -82,7 +77,6 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "KEEP_GATHERED": 0,
             "SCATTERS": 0,
             "SLICES": 4,
-            "COPY_DEPTH": MAX_COPY_DEPTH,
             "GROUP_M": 8,
             "GROUP_ROWS": 1,
             "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
@@ -122,8 +116,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             ]
         for changes, world, trace in variants:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
-            elements = copy_step_bytes(machine, transport) // 2
-            config = {**base, **changes, "COPY_ELEMENTS": elements}
+            config = {**base, **changes, **copy_constants(machine, transport)}
             rows_of = config.pop("ROWS_OF", 16)
             yield case(
                 ag_gemm_kernel, target, tile, AG_OPERANDS, AG_COUNTS,
@@ -148,6 +141,7 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
         mma=1 if builds else 0,
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
+        **(STAGED_SPILL if not (builds or pushes) and target == "sm_90" else {}),
     )
 
 
@@ -162,7 +156,6 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "SLICES": 16,
-            "REDUCE_AHEAD": 0,
             "BAND_ROWS": 1,
         }
         variants: list[tuple[dict[str, Any], int, int]] = [
@@ -197,7 +190,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             builds = config["PHASE"] is not REDUCE_ONLY
             sends = builds and world > 1 and not pulls
             polls = pulls and config["PHASE"] is not BUILD_ONLY
-            full = sends and world == 8 and config["SPLIT_K"] == 4 and target == "sm_90"
+            only_sums = not builds and not pulls and target == "sm_90"
             yield case(
                 gemm_rs_kernel, target, tile, RS_OPERANDS, RS_COUNTS,
                 constexprs(GemmRsConfig, config), changes, world, trace, rows_of,
@@ -206,7 +199,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
                     release_gpu=1,
                     acquire_sys=1 + sends if world > 1 else 0,
                     volatile_load=config["SOURCE_UNROLL"] if polls else 0,
-                    **(ALLOWED if full else {}),
+                    **(STAGED_SPILL if only_sums else {}),
                     mma=1 if builds else 0,
                     tma_load=1 if builds and target == "sm_90" else 0,
                     tma_store=1 if builds and target == "sm_90" else 0,

@@ -10,12 +10,18 @@ from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_core.workspace import control_sizes
 from kosmos_heuristics import Machine
+from kosmos_heuristics.tiles import choose_copy_depth, copy_step_bytes
 
 from kosmos_tpsp.device.config import store_splits
 
 CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
 # Marks a case whose row sizes are multiples of 8, not 16: triton specialises them on 16.
 ROWS_OF_8 = {"ROWS_OF": 8}
+# Launches that only move, of the serial policy, with loads that the pipeliner stages.
+STAGED_SPILL: dict[str, Any] = {
+    "allow_spills": 16,
+    "reason": "ptxas stores up to four scalars although registers are free",
+}
 
 
 def context(target: str, world: int, trace: int = 0) -> Context:
@@ -42,6 +48,12 @@ def tile_constants(machine: Machine, tile: Any) -> dict[str, Any]:
         "EVEN_K": 1,
         "EVEN_N": 1,
     }
+
+
+def copy_constants(machine: Machine, transport: str) -> dict[str, Any]:
+    """Constants of a mover's steps."""
+    depth, _ = choose_copy_depth(machine, transport)
+    return {"COPY_ELEMENTS": copy_step_bytes(machine, transport) // 2, "COPY_DEPTH": depth}
 
 
 def case(

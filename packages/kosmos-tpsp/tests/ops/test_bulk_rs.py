@@ -431,10 +431,11 @@ WRONG: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
         "region_ptr = peer_ptr(ctx, HANDOVER, ctx.WORLD - source", {"pulled": True},
     ),
     "stale step": (
-        core_reduce.reduce_run, "            loaded = following\n", "", {"pulled": True},
+        core_reduce.reduce_run, "tl.load(sources[source] + i + offsets",
+        "tl.load(sources[source] + offsets", {"pulled": True},
     ),
     "rounded on the way": (
-        core_reduce.add_sources, "total += ", "total = total.to(tl.bfloat16).to(tl.float32) + ", {},
+        core_reduce.reduce_run, "total += ", "total = total.to(tl.bfloat16).to(tl.float32) + ", {},
     ),
     "own chunk sent": (
         gather.sent_rows, "ops.x_ptr + peer * chunk + offset", "ops.x_ptr + offset", {},

@@ -8,22 +8,30 @@ import triton.language as tl
 def copy_run(src_ptr, dst_ptr, num_elements, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
     """Copies a contiguous run, BLOCK elements a step.
 
-    DEPTH: further steps whose loads are in flight, 1 or 2. A workgroup's rate is the bytes it
-    keeps in flight over the latency of the link, which grows while builders load the memory system.
+    DEPTH: further steps whose loads are in flight. A workgroup's rate is the bytes it keeps in
+        flight over the latency of what it reads, which grows while builders load the memory system.
+        One or two stay in registers, which is faster where the stores set the pace; more do not fit
+        there: the pipeliner brings them to shared memory.
     """
     offsets = tl.arange(0, BLOCK)
-    first = tl.load(src_ptr + offsets, mask=offsets < num_elements)
-    if DEPTH == 2:
-        second = tl.load(src_ptr + BLOCK + offsets, mask=BLOCK + offsets < num_elements)
-    for i in range(0, num_elements, BLOCK):
-        ahead = i + DEPTH * BLOCK + offsets
-        following = tl.load(src_ptr + ahead, mask=ahead < num_elements)
-        tl.store(dst_ptr + i + offsets, first, mask=i + offsets < num_elements)
+    if DEPTH > 2:
+        for i in tl.range(0, num_elements, BLOCK, num_stages=DEPTH + 1):
+            inside = i + offsets < num_elements
+            step = tl.load(src_ptr + i + offsets, mask=inside)
+            tl.store(dst_ptr + i + offsets, step, mask=inside)
+    else:
+        first = tl.load(src_ptr + offsets, mask=offsets < num_elements)
         if DEPTH == 2:
-            first = second
-            second = following
-        else:
-            first = following
+            second = tl.load(src_ptr + BLOCK + offsets, mask=BLOCK + offsets < num_elements)
+        for i in range(0, num_elements, BLOCK):
+            ahead = i + DEPTH * BLOCK + offsets
+            following = tl.load(src_ptr + ahead, mask=ahead < num_elements)
+            tl.store(dst_ptr + i + offsets, first, mask=i + offsets < num_elements)
+            if DEPTH == 2:
+                first = second
+                second = following
+            else:
+                first = following
 
 
 @triton.jit

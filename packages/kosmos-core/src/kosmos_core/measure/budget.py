@@ -44,10 +44,13 @@ GEMM_TILES = {
 GROUP_M = 8
 
 # 32768 elements a step with 4 warps are left out: they do not fit into 255 registers a thread.
-COPY_VARIANTS = tuple(
-    CopyVariant(step, warps, depth)
-    for step, warps in ((16384, 8), (32768, 8), (16384, 4))
-    for depth in (1, 2)
+COPY_VARIANTS = (
+    *(
+        CopyVariant(step, warps, depth)
+        for step, warps in ((16384, 8), (32768, 8), (16384, 4))
+        for depth in (1, 2)
+    ),
+    CopyVariant(16384, 8, 3),
 )
 # Fused kernels run with this many warps: their curve is the one that plans read.
 PLAN_WARPS = 8

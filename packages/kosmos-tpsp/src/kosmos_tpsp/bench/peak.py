@@ -11,14 +11,14 @@ from kosmos_core.kernels.measure import Routes, copy_kernel
 from kosmos_core.testing.bench import Timer
 from kosmos_core.worlds import World
 from kosmos_heuristics import Machine
+from kosmos_heuristics.tiles import choose_copy_depth
 
 # 256 MiB from each peer: long enough that a launch does not show.
 CHUNK_ELEMENTS = 1 << 27
 # Movers past which no measured machine gets faster; the curve falls a little beyond its peak.
 CREWS = (16, 32, 48, 64, 96, 128)
-# What a mover claims at once, and how many steps it reads ahead: as plans have it.
+# What a mover claims at once.
 UNIT_ELEMENTS = 1 << 17
-COPY_DEPTH = 2
 _HEADS = 256
 
 
@@ -82,6 +82,7 @@ def _best(
     block = machine.transport_named(transport).copy_bytes // 2
     unit = min(UNIT_ELEMENTS, chunk_elements)
     units = chunk_elements // unit * len(sources)
+    depth, _ = choose_copy_depth(machine, transport)
     # A queue head for every call, zeroed ahead: zeroing one is no part of the transport.
     heads = world.local("peak heads", 4 * _HEADS, torch.int32)
     crews = [crew for crew in CREWS if crew < world.num_wgs] + [world.num_wgs]
@@ -92,8 +93,8 @@ def _best(
 
         def call(crew: int = crew, places: itertools.cycle[int] = places) -> None:
             head = heads[4 * next(places) :]
-            args = (Routes(on_device), head, len(sources), units, unit, block, COPY_DEPTH)
-            key = ("transport peak", unit, block)
+            args = (Routes(on_device), head, len(sources), units, unit, block, depth)
+            key = ("transport peak", unit, block, depth)
             world.launch(copy_kernel, crew, args, key, num_warps=8, num_stages=1)
 
         ms = statistics.median(timer.time(f"{transport} by {crew}", call, warmup, calls))

@@ -130,7 +130,6 @@ class GemmRsConfig(NamedTuple):
     SLICES: tl.constexpr
     REDUCE_ELEMENTS: tl.constexpr
     SOURCE_UNROLL: tl.constexpr
-    REDUCE_AHEAD: tl.constexpr
     TILE_ROW_ROWS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
@@ -180,7 +179,6 @@ class BulkRsConfig(NamedTuple):
     COPY_ELEMENTS: tl.constexpr
     COPY_DEPTH: tl.constexpr
     REDUCE_ELEMENTS: tl.constexpr
-    REDUCE_AHEAD: tl.constexpr
     TILE_ROW_ROWS: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr

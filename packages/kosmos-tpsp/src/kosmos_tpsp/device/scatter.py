@@ -340,7 +340,7 @@ def add_up(
             if standing.ok != 0:
                 reduce_run(
                     advance_all(sources, offset, ctx.WORLD), ops.out_ptr + offset, elements,
-                    ctx.WORLD, CONFIG.REDUCE_ELEMENTS, CONFIG.REDUCE_AHEAD,
+                    ctx.WORLD, CONFIG.REDUCE_ELEMENTS,
                 )  # fmt: skip
             else:
                 fill_nan(ops.out_ptr + offset, elements, CONFIG.REDUCE_ELEMENTS)

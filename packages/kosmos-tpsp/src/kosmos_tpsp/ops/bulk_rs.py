@@ -309,7 +309,6 @@ def _configs(
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),
         COPY_DEPTH=tl.constexpr(plan.copy_depth),
         REDUCE_ELEMENTS=tl.constexpr(reduce_elements(problem.world_size, unit)),
-        REDUCE_AHEAD=tl.constexpr(1),
         TILE_ROW_ROWS=tl.constexpr(tile_row_rows),
         GROUP_M=tl.constexpr(plan.group_m),
         EVEN_M=tl.constexpr(int(problem.m % plan.block_m == 0)),

@@ -208,7 +208,6 @@ def _configs(
             )
         ),
         SOURCE_UNROLL=tl.constexpr(plan.source_unroll),
-        REDUCE_AHEAD=tl.constexpr(0),
         TILE_ROW_ROWS=tl.constexpr(tile_row_rows),
         BAND_ROWS=tl.constexpr(max(1, plan.band_rows // tile_row_rows)),
     )

@@ -62,7 +62,8 @@ class Expectations:
     An acq_rel atomic counts as a release and as an acquire. On NVIDIA an acquire is ``ld.acquire``
     or an ordered ``atom``; on AMD a release is ``buffer_wbl2`` and an acquire ``buffer_inv``, so
     that scope is what the caches are told. ``tma_*``, ``proxy_fence`` and ``bulk_wait`` are
-    NVIDIA's alone. ``wide_load``: plain loads of 16 bytes a thread, which also count as ``load``.
+    NVIDIA's alone. ``wide_load``: plain loads of 16 bytes a thread, to registers
+    or to shared memory, which also count as ``load``.
     ``scaled_mma``: matrix instructions that apply block scales, which also count as ``mma``.
 
     Attributes:

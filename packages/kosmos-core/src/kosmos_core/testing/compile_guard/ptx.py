@@ -87,6 +87,9 @@ def _classify(opcode: str, body: str, is_elected: bool, num_warps: int) -> tuple
         return _fence(opcode, words, scope)
     if base == "cp" and "bulk" in words:
         return _bulk(opcode, body)
+    if base == "cp" and words[-1] == "global":
+        # Of the generic proxy: ordered as a load is, and complete before what it brought is used.
+        return (Event("load", width=_copied(body)),)
     if base in ("atom", "red", "multimem") and is_global:
         events = _ordered(words, scope)
         return events if is_elected or events else (Event("store"),)
@@ -141,6 +144,12 @@ def _bulk(opcode: str, body: str) -> tuple[Event, ...]:
     if re.search(r"\.global\.shared::\w+", opcode):
         return (Event("tma_store"),)
     return ()
+
+
+def _copied(body: str) -> int:
+    """Bytes a thread of `cp.async [shared], [global], bytes`."""
+    operands = body.rstrip("; ").split("],")[-1].split(",")
+    return int(operands[0], 0)
 
 
 def _width(words: list[str]) -> int:
