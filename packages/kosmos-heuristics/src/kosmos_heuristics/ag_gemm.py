@@ -27,7 +27,7 @@ from kosmos_heuristics.tiles import (
     choose_split_k,
     choose_tile,
     choose_xcd_bucketing,
-    copy_step_bytes,
+    copy_step_elements,
     tile_ids,
 )
 
@@ -142,8 +142,7 @@ def plan_ag_gemm(
     group_m, group_rows, both = choose_groups(problem, machine, tile, tile_row_rows, way)
     reasons.extend(both)
 
-    copy_bytes = copy_step_bytes(machine, way)
-    copy_elements = overrides.get("copy_elements", copy_bytes // problem.element_bytes)
+    copy_elements = overrides.get("copy_elements", copy_step_elements(problem, machine, way))
     reasons.append(Reason("copy_elements", "step of the measured curve", machine.source(way)))
     copy_depth, reason = choose_copy_depth(machine, way)
     reasons.append(reason)

@@ -20,7 +20,7 @@ from kosmos_heuristics.tiles import (
     UNIT_BYTES,
     choose_claim_run,
     choose_copy_depth,
-    copy_step_bytes,
+    copy_step_elements,
     fit_split,
     paper_split_k,
     tile_grid,
@@ -171,7 +171,7 @@ def _set_copies(draft: Draft, problem: BulkAgProblem, way: str) -> None:
 
 def _set_steps(draft: Draft, problem: TpProblem, way: str) -> None:
     machine = draft.machine
-    elements = copy_step_bytes(machine, way) // problem.element_bytes
+    elements = copy_step_elements(problem, machine, way)
     draft.set("copy_elements", elements, "step of the measured curve", machine.source(way))
     depth, why = choose_copy_depth(machine, way)
     draft.set("copy_depth", depth, why.rule, why.source)

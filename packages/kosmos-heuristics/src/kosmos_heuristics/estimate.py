@@ -15,6 +15,7 @@ from kosmos_heuristics.estimate_tp import bulk_ms, gemm_rs_ms, partials_bytes
 from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.plans import AgGemmPlan
 from kosmos_heuristics.problems import (
+    DTYPE_BYTES,
     AgGemmPairProblem,
     AgGemmProblem,
     BulkRsProblem,
@@ -108,12 +109,14 @@ def can_fuse(
     """
     for what in ROWS[problem.OP]:
         elements: int = getattr(problem, what)
-        row_bytes = elements * problem.element_bytes
+        # Of the two sizes that are not the contraction one is a row of the output.
+        dtype = problem.dtype if what == "k" else "bf16"
+        row_bytes = elements * DTYPE_BYTES[dtype]
         if row_bytes % ROW_ALIGN_BYTES:
-            multiple = ROW_ALIGN_BYTES // problem.element_bytes
+            multiple = ROW_ALIGN_BYTES // DTYPE_BYTES[dtype]
             return Decline(
-                f"rows of {what} = {elements} {problem.dtype} elements are {row_bytes} bytes, not "
-                f"a multiple of {ROW_ALIGN_BYTES}; pad {what} to a multiple of {multiple}"
+                f"rows of {what} = {elements} {dtype} elements are {row_bytes} bytes, not a "
+                f"multiple of {ROW_ALIGN_BYTES}; pad {what} to a multiple of {multiple}"
             )
     if not speed or problem.world_size == 1 or machine.rule_set == "executor":
         return None

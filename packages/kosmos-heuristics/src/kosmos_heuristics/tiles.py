@@ -7,7 +7,13 @@ from kosmos_heuristics.explain import Reason
 from kosmos_heuristics.machine import Machine
 from kosmos_heuristics.movers import SATURATING_CREW, gather_ms, gemm_ms
 from kosmos_heuristics.parts import TileShape
-from kosmos_heuristics.problems import AgGemmPairProblem, AgGemmProblem, TpProblem, wire_bytes
+from kosmos_heuristics.problems import (
+    DTYPE_BYTES,
+    AgGemmPairProblem,
+    AgGemmProblem,
+    TpProblem,
+    wire_bytes,
+)
 
 # The paper's tile; its rules count these tiles, whatever tile the kernel is compiled for.
 PAPER_TILE = 256
@@ -290,6 +296,16 @@ def choose_copy_depth(machine: Machine, transport: str) -> tuple[int, Reason]:
     pulled = machine.rule_set == "h200" and transport == "pull"
     rule = "loads in flight against the latency of a loaded link"
     return PULLED_COPY_DEPTH if pulled else COPY_DEPTH, Reason("copy_depth", rule, RULES_SOURCE)
+
+
+def copy_step_elements(problem: TpProblem, machine: Machine, transport: str) -> int:
+    """Elements that a mover moves per step: as many bytes as in BF16, where it only moves them.
+
+    Where it dequantises MXFP8 on arrival, as many elements: they are in registers in both formats.
+    """
+    dequantises = problem.dtype == "mxfp8" and machine.mxfp8_ratio == 1.0
+    element_bytes = DTYPE_BYTES["bf16"] if dequantises else problem.element_bytes
+    return copy_step_bytes(machine, transport) // element_bytes
 
 
 def choose_groups(

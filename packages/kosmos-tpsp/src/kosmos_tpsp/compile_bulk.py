@@ -23,6 +23,7 @@ from kosmos_tpsp.compile_parts import (
     tile_constants,
 )
 from kosmos_tpsp.device.config import (
+    BF16,
     BUILD_ONLY,
     FUSED,
     GATHER_ONLY,
@@ -63,6 +64,7 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "HANDOVER": 1,
+            "FORMAT": BF16,
             "SCATTERS": 0,
             "SLICES": 4,
             "GROUP_M": 8,
@@ -134,6 +136,7 @@ def bulk_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "POLICY": ONE_WAY,
             "PHASE": FUSED,
             "MAIN_GRAD": 0,
+            "FORMAT": BF16,
             "SCATTERS": 1,
             "SLICES": 16,
             **copy_constants(machine, "push"),

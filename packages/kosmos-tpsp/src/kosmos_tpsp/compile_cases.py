@@ -28,6 +28,7 @@ from kosmos_tpsp.compile_parts import (
     tile_constants,
 )
 from kosmos_tpsp.device.config import (
+    BF16,
     BUILD_ONLY,
     FUSED,
     GATHER_ONLY,
@@ -42,10 +43,11 @@ from kosmos_tpsp.device.config import (
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
 from kosmos_tpsp.ops.gemm_rs import most_reduced
+from kosmos_tpsp.ops.mx import has_mx
 
 # Machine model whose tiles and settings a target compiles with.
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
-AG_OPERANDS = Operands._make(["*bf16"] * 5 + ["*fp32"])
+AG_OPERANDS = Operands._make(["*bf16"] * 7 + ["*fp32"])
 RS_OPERANDS = ScatterOperands._make(["*bf16"] * 4 + ["*fp32"])
 AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
@@ -59,6 +61,11 @@ def compile_cases() -> list[CompileCase]:
         cases += _gemm_rs_cases(target, machine)
         cases += bulk_ag_cases(target, machine)
         cases += bulk_rs_cases(target, machine)
+        if has_mx():
+            # It needs the extra, too.
+            from kosmos_tpsp.compile_mx import mx_cases
+
+            cases += mx_cases(target, machine)
         cases += _small_cases(target)
     return cases
 
@@ -69,6 +76,8 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
     for tile in machine.tiles:
         base: dict[str, Any] = {
             **tile_constants(machine, tile),
+            "FORMAT": BF16,
+            "ROW_SHIFT": 3,
             "TRANSPORT": PUSH,
             "LAYOUT": 0,
             "ORDER": 0,

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from kosmos_core.worlds import World
 
 
-def ag_gemm(
-    x: torch.Tensor, w: torch.Tensor, world: World, layout: str = "tn"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(x: Any) -> torch.Tensor:
+    """A matrix as it is, or the bf16 values of one in MXFP8, padded to whole groups."""
+    if isinstance(x, torch.Tensor):
+        return x
+    # FP64 and FP32 hold every value of MXFP8: this rounds once.
+    values: torch.Tensor = x.dequantize(torch.float64, padding=True).to(torch.bfloat16)
+    return values
+
+
+def gather(x: Any, world: World) -> Any:
+    """The rows of all ranks, stacked in rank order: a matrix, or one in MXFP8 (`MXTensor`)."""
+    if isinstance(x, torch.Tensor):
+        return world.all_gather_tensor(x)
+    data, scales = (
+        world.all_gather_tensor(part.contiguous().view(torch.uint8)).view(part.dtype)
+        for part in (x.data, x.scales)
+    )
+    rows, cols = x.shape
+    segments = x.segments if x.axis == "row" else x.segments * world.size
+    return replace(x, data=data, scales=scales, shape=(rows * world.size, cols), segments=segments)
+
+
+def ag_gemm(x: Any, w: Any, world: World, layout: str = "tn") -> tuple[torch.Tensor, torch.Tensor]:
     """All-gather, then one GEMM.
 
     Args:
-        x: [chunk_rows, k], this rank's rows.
-        w: [n, k] (layout "tn") or [k, n] ("nn").
+        x: [chunk_rows, k], this rank's rows; a matrix, or one in MXFP8 along its rows.
+        w: [n, k] (layout "tn") or [k, n] ("nn"), likewise, in MXFP8 along k.
         world: the ranks.
         layout: "tn" multiplies by the transpose of w, "nn" by w itself.
 
     Returns:
-        (out [chunk_rows * world size, n], gathered [chunk_rows * world size, k]) in x's dtype.
+        (out [chunk_rows * world size, n], gathered [chunk_rows * world size, k]) in x's dtype; of
+        MXFP8 the bf16 product of the dequantised operands, and the dequantised rows, k padded.
 
-    Communication: one all-gather of x.
+    Communication: one all-gather of x; of MXFP8 one of the elements and one of the scales.
     """
-    gathered = world.all_gather_tensor(x)
+    gathered, w = plain(gather(x, world)), plain(w)
     return gathered @ (w.t() if layout == "tn" else w), gathered
 
 

@@ -198,8 +198,8 @@ def test_wrong_values_fail_the_case(
 def test_bytes_that_are_moved_twice_fail_the_case(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "from_ptr = sent_rows(ops, chunk, offset, peer, CONFIG)"
-    copy = "copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)"
+    source = "sent = sent_rows(ops, chunk, offset, peer, CONFIG)"
+    copy = "copy_elements(sent, place, rows * k, CONFIG, ctx.TARGET)"
     plant(monkeypatch, Mutation(gather.transport, source, f"{source}\n            {copy}"))
     status, _, err = check(capsys, "--world", "cpu:2", *SMALL, "--schedules", "1")
     assert status == 1

@@ -438,7 +438,7 @@ WRONG: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
         core_reduce.reduce_run, "total += ", "total = total.to(tl.bfloat16).to(tl.float32) + ", {},
     ),
     "own chunk sent": (
-        gather.sent_rows, "ops.x_ptr + peer * chunk + offset", "ops.x_ptr + offset", {},
+        gather.sent_rows, "peer * chunk + offset", "offset", {},
     ),
     "own slot": (
         gradient.own_or_landed, "if call.rank == source:", "if call.rank == source + 8:", {},

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kosmos_mx.device.encode import E4M3
-from kosmos_mx.device.gemm import load_operand, load_scales
+from kosmos_mx.device.gemm import load_operand, scaled_tile
 
 
 class GemmOperands(NamedTuple):
@@ -58,8 +57,6 @@ def gemm_kernel(ops, m, n, k, CONFIG):
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     BLOCK_K: tl.constexpr = CONFIG.BLOCK_K
-    A_NAME: tl.constexpr = "e4m3" if CONFIG.A_FORMAT == E4M3 else "e5m2"
-    B_NAME: tl.constexpr = "e4m3" if CONFIG.B_FORMAT == E4M3 else "e5m2"
     num_rows = (m + BLOCK_M - 1) // BLOCK_M
     num_cols = (n + BLOCK_N - 1) // BLOCK_N
     width = CONFIG.GROUP_M * num_cols
@@ -69,19 +66,21 @@ def gemm_kernel(ops, m, n, k, CONFIG):
     row = (band * CONFIG.GROUP_M + inside_band % height) * BLOCK_M
     col = (inside_band // height) * BLOCK_N
 
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in tl.range(0, k, BLOCK_K, num_stages=CONFIG.STAGES):
-        a = load_operand(ops.a_ptr, row, i, m, k, CONFIG.A_K_MAJOR, BLOCK_M, BLOCK_K, CONFIG.EVEN_K)
-        b = load_operand(ops.b_ptr, col, i, n, k, CONFIG.B_K_MAJOR, BLOCK_N, BLOCK_K, CONFIG.EVEN_K)
-        if CONFIG.SCALED:
-            a_scales = load_scales(
-                ops.a_scale_ptr, row, i, m, k, CONFIG.A_K_MAJOR, BLOCK_M, BLOCK_K, CONFIG.EVEN_K
+    if CONFIG.SCALED:
+        acc = scaled_tile(
+            ops.a_ptr, ops.a_scale_ptr, ops.b_ptr, ops.b_scale_ptr, row, col, m, n, k, 0, k, 0.0,
+            CONFIG.A_FORMAT, CONFIG.B_FORMAT, CONFIG.A_K_MAJOR, CONFIG.B_K_MAJOR,
+            BLOCK_M, BLOCK_N, BLOCK_K, CONFIG.STAGES, CONFIG.EVEN_K,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in tl.range(0, k, BLOCK_K, num_stages=CONFIG.STAGES):
+            a = load_operand(
+                ops.a_ptr, row, i, m, k, CONFIG.A_K_MAJOR, BLOCK_M, BLOCK_K, CONFIG.EVEN_K
             )
-            b_scales = load_scales(
-                ops.b_scale_ptr, col, i, n, k, CONFIG.B_K_MAJOR, BLOCK_N, BLOCK_K, CONFIG.EVEN_K
+            b = load_operand(
+                ops.b_ptr, col, i, n, k, CONFIG.B_K_MAJOR, BLOCK_N, BLOCK_K, CONFIG.EVEN_K
             )
-            acc = tl.dot_scaled(a, a_scales, A_NAME, b.T, b_scales, B_NAME, acc)
-        else:
             acc = tl.dot(a, b.T, acc)
 
     rows = row + tl.arange(0, BLOCK_M)

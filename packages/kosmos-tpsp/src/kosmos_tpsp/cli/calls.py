@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kosmos_tpsp.exact import Wanted
+from kosmos_tpsp.ops import mx
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions
 from kosmos_tpsp.ops.catalog import Driver, driver_of
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -31,6 +32,7 @@ class Call:
         data: which random operands; equal numbers give equal operands.
         options: choices of the call, the same on all ranks but for the cap; their type says which
             op it is.
+        dtype: of the operands, "bf16" or "mxfp8".
     """
 
     m: int
@@ -38,6 +40,7 @@ class Call:
     k: int
     data: int = 0
     options: Any = field(default_factory=AgGemmOptions)
+    dtype: str = "bf16"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -66,10 +69,16 @@ class Call:
 
     def remote_bytes(self, size: int) -> int:
         """Bytes that cross ranks, into and out of each one."""
-        return self.driver.remote_bytes(self.shape, size)
+        return self.driver.remote_bytes(self.shape, size, self.dtype)
+
+    @property
+    def room(self) -> int:
+        """Features of the workspace that it takes."""
+        return self.driver.room(self.shape, self.dtype)
 
     def __str__(self) -> str:
         shape = f"m={self.m} n={self.n} k={self.k}"
+        shape += "" if self.dtype == "bf16" else f" {self.dtype}"
         order = getattr(self.options, "order", "")
         return f"{self.op} {self.layout} {shape} {self.options.policy} {order}".rstrip()
 
@@ -125,13 +134,29 @@ class Operands:
         return drawn.to(torch.bfloat16)
 
     def one(self, call: Call, name: str, rank: int) -> torch.Tensor:
-        """An operand of `rank`, bf16."""
-        shape = call.driver.operand_shapes(call.shape, self.size, call.options)[name]
-        return self._draw(shape, name, call.data, rank)
+        """An operand of `rank`, bf16; the values of one in MXFP8, float64."""
+        drawn = self._one(call, name, rank)
+        values: torch.Tensor = drawn.dequantize(torch.float64) if mx.is_mx(drawn) else drawn
+        return values
 
-    def given(self, call: Call, rank: int) -> dict[str, torch.Tensor]:
-        """The operands of `rank` by name, bf16."""
-        return {name: self.one(call, name, rank) for name in call.driver.operands}
+    def _one(self, call: Call, name: str, rank: int) -> Any:
+        shape = call.driver.operand_shapes(call.shape, self.size, call.options)[name]
+        drawn = self._draw(shape, name, call.data, rank)
+        if call.dtype == "bf16":
+            return drawn
+        axis = call.driver.quantised(call.options).get(name)
+        return drawn if axis is None else mx.quantized(drawn, axis)
+
+    def given(self, call: Call, rank: int) -> dict[str, Any]:
+        """The operands of `rank` by name, bf16 or MXFP8.
+
+        On data of odd numbers a local operand comes as values, where an op takes those.
+        """
+        drawn = {name: self._one(call, name, rank) for name in call.driver.operands}
+        if call.data % 2 and call.dtype == "mxfp8" and not call.options.block_scaled:
+            for name in list(drawn)[1:]:
+                drawn[name] = mx.as_operand(drawn[name], scaled=False)
+        return drawn
 
     def memory(self, call: Call, fill: float = float("nan")) -> dict[str, torch.Tensor]:
         """Memory for every output that a call may be given any for, bf16, filled with a number."""

@@ -24,7 +24,7 @@ def shapes(driver: Driver, wanted: Shape, size: int) -> list[Shape]:
     return list(dict.fromkeys([wanted, odd, driver.shape_of(size, ALIGNED, ALIGNED)]))
 
 
-def sequence(wanted: list[Shape], calls: int, options: Any) -> list[Call]:
+def sequence(wanted: list[Shape], calls: int, options: Any, dtype: str = "bf16") -> list[Call]:
     """Every shape `calls` times on fresh data, by turns, then each again on its first data."""
-    fresh = [Call(*shape, data, options) for data in range(calls) for shape in wanted]
-    return fresh + [Call(*shape, 0, options) for shape in wanted[::-1]]
+    fresh = [Call(*shape, data, options, dtype) for data in range(calls) for shape in wanted]
+    return fresh + [Call(*shape, 0, options, dtype) for shape in wanted[::-1]]

@@ -29,6 +29,16 @@ def _by_op(name: str) -> str:
 )
 @click.option("--n", default=200, show_default=True, help="Columns of each rank's output.")
 @click.option("--k", default=128, show_default=True, help="Contraction of each rank's GEMM.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("bf16", "mxfp8")),
+    default="bf16",
+    show_default=True,
+    help="Of the operands; mxfp8 needs kosmos-mx.",
+)
+@click.option(
+    "--block-scaled", is_flag=True, help="MXFP8: multiply it as it is, also where that is emulated."
+)
 @click.option("--layout", type=click.Choice(LAYOUTS), help=f"{_by_op('layouts')}.")
 @click.option(
     "--policy",

@@ -30,6 +30,7 @@ def options_of(request: Request) -> Any:
     """The choices of every call. Only where declines are allowed may speed be a reason."""
     names = ("layout", "policy", "order", "transport", "cap")
     chosen = {name: getattr(request, name) for name in names}
+    chosen["block_scaled"] = request.block_scaled or None
     return choose(request.op, {**chosen, "force": not request.allow_decline})
 
 
@@ -59,7 +60,7 @@ def run_request(request: Request) -> tuple[Report, bool]:
 
 def _rig(request: Request, options: Any) -> Rig:
     wanted = shapes(DRIVERS[request.op], request.shape, request.size)
-    calls = sequence(wanted, request.calls, options)
+    calls = sequence(wanted, request.calls, options, request.dtype)
     # One run's own repetitions; the schedules of the executor are compared with each other, too.
     again = {call for call, count in Counter(calls).items() if count > 1}
     ledger = Ledger(None if request.kind == "cpu" else again)
@@ -85,9 +86,10 @@ def _cpu_runs(request: Request, options: Any) -> list[Run]:
 
 def _replay(request: Request, schedule: Schedule) -> str:
     words = ["python -m kosmos_tpsp check", request.op, f"--world {request.world}"]
-    for name in ("m", "n", "k", "layout", "policy", "order", "transport", "cap", "calls"):
+    for name in ("m", "n", "k", "dtype", "layout", "policy", "order", "transport", "cap", "calls"):
         value = getattr(request, name)
         words += [] if value is None else [f"--{name} {value}"]
+    words += ["--block-scaled"] if request.block_scaled else []
     words += ["--delay"] if request.delay else []
     words += ["--allow-decline"] if request.allow_decline else []
     return " ".join([*words, f"--seed {schedule.seed} --schedules 1"])
@@ -96,7 +98,7 @@ def _replay(request: Request, schedule: Schedule) -> str:
 def _summary(request: Request, options: Any, runs: list[Run]) -> Report:
     report = Report()
     for shape in shapes(DRIVERS[request.op], request.shape, request.size):
-        call = Call(*shape, 0, options)
+        call = Call(*shape, 0, options, request.dtype)
         report.cases.append(
             case_of(
                 call, request.world, request.size, request.calls, runs,

@@ -38,7 +38,7 @@ _PUBLISH = [
         "arrival_gpu_scope",
         "scope",
         "an arrival on a peer is released with scope gpu",
-        ((gather.move_unit, '"sys" if CONFIG.TRANSPORT == PUSH else "gpu"', '"gpu"'),),
+        ((gather.carry_unit, '"sys" if CONFIG.TRANSPORT == PUSH else "gpu"', '"gpu"'),),
         choices=PUSH,
     ),
     Plant(
@@ -48,12 +48,12 @@ _PUBLISH = [
         (
             (
                 gather.transport,
-                "from_ptr = sent_rows(",
+                "sent = sent_rows(",
                 "flag_arrive(peer_ptr(ctx, ARRIVAL, peer, tl.int32) "
                 "+ call.parity * ctx.ARRIVAL_WORDS + call.rank * ctx.MAX_ROWS + tile_row, "
-                '"sys", ctx.TARGET)\n            from_ptr = sent_rows(',
+                '"sys", ctx.TARGET)\n            sent = sent_rows(',
             ),
-            (gather.move_unit, "if standing.ok != 0:", "if standing.ok == 2:"),
+            (gather.carry_unit, "if standing.ok != 0:", "if standing.ok == 2:"),
         ),
         choices=PUSH,
     ),
@@ -83,7 +83,7 @@ _CONSUME = [
         "arrival_polled_gpu_scope",
         "scope",
         "builders poll arrivals from peers with scope gpu",
-        ((gather.await_rows, '"sys" if CONFIG.TRANSPORT == PUSH else "gpu"', '"gpu"'),),
+        ((gather.await_rows, '"sys" if COUNTED_BY_PEER else "gpu"', '"gpu"'),),
         choices=PUSH,
     ),
     Plant(
@@ -299,7 +299,7 @@ _STARTS = [
         "pushed_to_wrong_rows",
         "start and end",
         "rows are pushed to where the receiver's own chunk would be",
-        ((gather.transport, "+ call.rank * chunk + offset", "+ peer * chunk + offset"),),
+        ((gather.transport, "call.rank * chunk + offset", "peer * chunk + offset"),),
         choices=PUSH,
         ranks=3,
     ),

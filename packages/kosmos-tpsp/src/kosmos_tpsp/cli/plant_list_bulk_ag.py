@@ -38,8 +38,8 @@ BESIDE_PLANTS = [
         "pulled rows land where the own chunk of the gather output is",
         (
             gather.transport,
-            "ops.gathered_ptr + peer * chunk",
-            "ops.gathered_ptr + call.rank * chunk",
+            "chunk * ctx.WORLD, peer * chunk",
+            "chunk * ctx.WORLD, call.rank * chunk",
         ),
         choices=PULL,
     ),

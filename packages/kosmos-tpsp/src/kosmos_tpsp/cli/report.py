@@ -128,7 +128,7 @@ def case_of(
         m=call.m,
         n=call.n,
         k=call.k,
-        dtype="bf16",
+        dtype=call.dtype,
         layout=call.layout,
         policy=o.policy,
         order=getattr(o, "order", None),

@@ -8,6 +8,7 @@ import click
 from kosmos_core.testing.worlds import world_size
 
 from kosmos_tpsp.ops.catalog import DRIVERS, Shape
+from kosmos_tpsp.ops.mx import INSTALL, has_mx
 
 DEFAULT_SCHEDULES = 3
 
@@ -25,6 +26,8 @@ class Request:
     m: int
     n: int
     k: int
+    dtype: str
+    block_scaled: bool
     layout: str | None
     policy: str
     order: str | None
@@ -59,11 +62,16 @@ class Request:
                 f"cap: got {self.cap}, wanted at least 2 (a mover beside a builder)"
             )
         self._check_op()
+        if self.block_scaled and self.dtype != "mxfp8":
+            raise click.UsageError("block-scaled: got it with bf16 operands; add --dtype mxfp8")
+        if self.dtype == "mxfp8" and not has_mx():
+            raise click.UsageError(f"dtype: got mxfp8, which needs kosmos-mx; {INSTALL}")
         self._check_kill(size)
 
     def _check_op(self) -> None:
         driver = DRIVERS[self.op]
         for name, value, allowed in (
+            ("dtype", self.dtype, driver.dtypes),
             ("order", self.order, driver.orders),
             ("policy", self.policy, driver.policies),
             ("transport", self.transport, driver.transports),

@@ -136,7 +136,7 @@ class Rig:
         workspace = TpSpWorkspace(
             world,
             max([world.size, *(call.tokens for call in self.calls)]),
-            max([8, *(call.driver.width(call.shape) for call in self.calls)]),
+            max([8, *(call.room for call in self.calls)]),
             reduce_transports=TRANSPORTS if reduces else None,
             machine=self.machine,
             timeout_s=self.timeout_s,
@@ -183,7 +183,7 @@ class Rig:
             return
         patient = replace(self, timeout_s=DEFAULT_TIMEOUT_S).workspace(world)
         for call in dict.fromkeys(replace(call, data=0) for call in self.calls):
-            call.driver.prepare(patient, call.shape, self.options(call, rank))
+            call.driver.prepare(patient, call.shape, self.options(call, rank), call.dtype)
         patient.destroy()
 
     def _round(

@@ -97,7 +97,7 @@ def _as_object(plant: Plant, caught: Caught | None, alarms: list[str]) -> dict[s
     call = plant.calls[0]
     options = call.options
     case = Case(
-        op=call.op, world=f"cpu:{plant.ranks}", m=call.m, n=call.n, k=call.k, dtype="bf16",
+        op=call.op, world=f"cpu:{plant.ranks}", m=call.m, n=call.n, k=call.k, dtype=call.dtype,
         layout=call.layout, policy=options.policy, order=getattr(options, "order", None),
         transport=_planned_transport(plant), cap=options.cap,
         schedules=len(plant.seeds) if caught is None else plant.seeds.index(caught.seed) + 1,

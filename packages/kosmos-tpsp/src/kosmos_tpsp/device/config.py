@@ -8,6 +8,11 @@ from kosmos_core.device.target import AMD
 PULL = tl.constexpr(0)
 PUSH = tl.constexpr(1)
 
+# What is gathered, and what builders multiply.
+BF16 = tl.constexpr(0)
+UNPACKED = tl.constexpr(1)  # MXFP8 on the link, dequantised on arrival to bf16
+SCALED = tl.constexpr(2)  # MXFP8 throughout, multiplied by block-scaled MMA
+
 FUSED = tl.constexpr(0)
 GATHER_ONLY = tl.constexpr(1)
 BUILD_ONLY = tl.constexpr(2)
@@ -18,8 +23,12 @@ class AgGemmConfig(NamedTuple):
     """Constants of one compiled variant; every field is a constexpr.
 
     What they mean: `kosmos_heuristics.AgGemmPlan`.
+    FORMAT: BF16, UNPACKED or SCALED.
+    ROW_SHIFT: k is a multiple of 2 ** ROW_SHIFT, which the compiler is to know.
     """
 
+    FORMAT: tl.constexpr
+    ROW_SHIFT: tl.constexpr
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
     ORDER: tl.constexpr
@@ -50,17 +59,21 @@ class Operands(NamedTuple):
     """The matrices of one call.
 
     Attributes:
-        x_ptr: own chunk [chunk_rows, k] bf16.
-        w_ptr: weights [n, k] (TN) or [k, n] (NN) bf16.
+        x_ptr: own chunk [chunk_rows, k], bf16 or MXFP8 elements.
+        x_scale_ptr: its scales [chunk_rows, k / 32]; in BF16 the same as x_ptr.
+        w_ptr: weights [n, k] (TN) or [k, n] (NN), bf16 or, SCALED, MXFP8 elements.
+        w_scale_ptr: their scales [n, k / 32] or [k / 32, n], SCALED; else the same as w_ptr.
         out_ptr: output [m, n] bf16.
-        gathered_ptr: gathered input [m, k] bf16 that builders read; the own chunk is there only if
-            it is kept.
+        gathered_ptr: gathered input [m, k] that builders read: bf16, the own chunk only if it is
+            kept or was dequantised; or, SCALED, MXFP8 elements of the others, then their scales.
         keep_ptr: kept gather output [m, k] bf16; the same as gathered_ptr unless pushed.
         partial_ptr: split-K partials [tiles, SPLIT_K, BLOCK_M, BLOCK_N] fp32.
     """
 
     x_ptr: tl.tensor
+    x_scale_ptr: tl.tensor
     w_ptr: tl.tensor
+    w_scale_ptr: tl.tensor
     out_ptr: tl.tensor
     gathered_ptr: tl.tensor
     keep_ptr: tl.tensor
@@ -70,9 +83,11 @@ class Operands(NamedTuple):
 class BulkAgConfig(NamedTuple):
     """Constants of one compiled variant of an all-gather beside a GEMM; each is a constexpr.
 
+    FORMAT: of what is gathered, as in `AgGemmConfig`.
     HANDOVER: the product lies in symmetric memory that peers read in later calls.
     """
 
+    FORMAT: tl.constexpr
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
     POLICY: tl.constexpr
@@ -166,9 +181,11 @@ class ScatterOperands(NamedTuple):
 class BulkRsConfig(NamedTuple):
     """Constants of one compiled variant of `bulk_rs`; every field is a constexpr.
 
+    FORMAT: of what is reduced: BF16.
     MAIN_GRAD: the product is added to an fp32 matrix instead of being rounded into a bf16 one.
     """
 
+    FORMAT: tl.constexpr
     TRANSPORT: tl.constexpr
     POLICY: tl.constexpr
     PHASE: tl.constexpr

@@ -1,7 +1,7 @@
 """The movers of an all-gather: pull from the peers' shards, or push into their gather regions.
 
 A unit is (tile row, slice, peer), peer fastest, so that few movers keep all links busy. Units are
-claimed in gather order: tile row by tile row.
+claimed in gather order: tile row by tile row. What is dequantised on arrival: `unpack.py`.
 
 =============== =================== ==================== ====== ============= ======================
 word            writer              reader               scope  order         guards
@@ -20,7 +20,6 @@ from kosmos_core.device.layout import (
     ARRIVAL,
     COPY_DONE,
     COPY_QUEUE,
-    COUNTERS,
     FLAG_ARRIVAL,
     GATHER,
     KEEP_QUEUE,
@@ -37,25 +36,26 @@ from kosmos_core.device.roles import TWO_WAY
 from kosmos_core.device.target import fence_async_proxy
 from kosmos_core.device.trace import COPY_IN, KEEP, MOVE, WAIT, trace_begin, trace_end
 
-from kosmos_tpsp.device.config import BUILD_ONLY, PULL, PUSH
+from kosmos_tpsp.device.config import BUILD_ONLY, PULL, PUSH, UNPACKED
+from kosmos_tpsp.device.rows import (
+    Rows,
+    copy_elements,
+    own_rows,
+    receive_elements,
+    region_rows,
+    rows_at,
+    spoil_elements,
+)
+from kosmos_tpsp.device.unpack import landed_word, ready_word, slice_rows, unpack_landed
 
 
 @triton.jit
 def arrival_word(ctx, call, src_rank, tile_row, CONFIG):
-    """The counter that says how many slices of (source, tile row) have arrived here."""
-    if CONFIG.TRANSPORT == PUSH:
-        base = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
+    """The counter that says how many slices of (source, tile row) builders may read."""
+    if CONFIG.TRANSPORT == PUSH and CONFIG.FORMAT != UNPACKED:
+        return landed_word(ctx, call, src_rank, tile_row)
     else:
-        base = call.set_ptr + COUNTERS
-    return base + src_rank * ctx.MAX_ROWS + tile_row
-
-
-@triton.jit
-def slice_rows(grid, tile_row, part, CONFIG):
-    """First row of a slice within its chunk, and how many rows it has (0 past the chunk's end)."""
-    ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
-    first = tile_row * CONFIG.TILE_ROW_ROWS + part * ROWS
-    return first, tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0)
+        return ready_word(ctx, call, src_rank, tile_row)
 
 
 @triton.jit
@@ -64,20 +64,19 @@ def copy_in(ops, ctx, call, standing, grid, k, CONFIG):
 
     Whoever completes the last slice publishes the start.
     """
-    shard_ptr = peer_ptr(ctx, SHARD + call.parity, call.rank, tl.bfloat16)
+    own = own_rows(ops, CONFIG)
+    chunk = grid.chunk_rows.to(tl.int64) * k
+    shard = region_rows(ctx, SHARD + call.parity, call.rank, chunk, CONFIG)
     units = grid.tile_rows * CONFIG.SLICES
     unit = queue_claim(call.set_ptr + COPY_QUEUE)
     while (unit < units) & (standing.ok != 0):
         begin = trace_begin(ctx)
         first, rows = slice_rows(grid, unit // CONFIG.SLICES, unit % CONFIG.SLICES, CONFIG)
         offset = first.to(tl.int64) * k
-        copy_run(
-            ops.x_ptr + offset,
-            shard_ptr + offset,
-            rows * k,
-            CONFIG.COPY_ELEMENTS,
-            CONFIG.COPY_DEPTH,
-        )
+        copy_elements(
+            rows_at(own, offset, CONFIG), rows_at(shard, offset, CONFIG), rows * k, CONFIG,
+            ctx.TARGET,
+        )  # fmt: skip
         if elect_last(call.set_ptr + COPY_DONE, units, ctx.TARGET):
             start_publish(ctx, call)
         trace_end(ctx, COPY_IN, unit, begin)
@@ -134,9 +133,18 @@ def sent_rows(ops, chunk, offset, peer, CONFIG):
     A gather sends everybody the own chunk; a reduction sends each peer the chunk that it owns.
     """
     if CONFIG.SCATTERS:
-        return ops.x_ptr + peer * chunk + offset
+        return rows_at(own_rows(ops, CONFIG), peer * chunk + offset, CONFIG)
     else:
-        return ops.x_ptr + offset
+        return rows_at(own_rows(ops, CONFIG), offset, CONFIG)
+
+
+@triton.jit
+def gathered_rows(ops, elements, offset, CONFIG):
+    """The rows of the gathered input, of so many elements, that begin `offset` elements on."""
+    if CONFIG.FORMAT == UNPACKED:
+        return Rows(ops.gathered_ptr + offset, ops.gathered_ptr)
+    else:
+        return rows_at(Rows(ops.gathered_ptr, ops.gathered_ptr + elements), offset, CONFIG)
 
 
 @triton.jit
@@ -151,28 +159,26 @@ def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
     chunk = grid.chunk_rows.to(tl.int64) * k
     if CONFIG.TRANSPORT == PUSH:
         if standing.ok != 0:
-            to_ptr = peer_ptr(ctx, GATHER, peer, tl.bfloat16) + call.rank * chunk + offset
-            from_ptr = sent_rows(ops, chunk, offset, peer, CONFIG)
-            copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+            landing = region_rows(ctx, GATHER, peer, chunk * ctx.WORLD, CONFIG)
+            place = rows_at(landing, call.rank * chunk + offset, CONFIG)
+            sent = sent_rows(ops, chunk, offset, peer, CONFIG)
+            copy_elements(sent, place, rows * k, CONFIG, ctx.TARGET)
     else:
-        to_ptr = ops.gathered_ptr + peer * chunk + offset
+        place = gathered_rows(ops, chunk * ctx.WORLD, peer * chunk + offset, CONFIG)
         if standing.ok != 0:
-            from_ptr = peer_ptr(ctx, SHARD + call.parity, peer, tl.bfloat16) + offset
-            copy_run(from_ptr, to_ptr, rows * k, CONFIG.COPY_ELEMENTS, CONFIG.COPY_DEPTH)
+            shard = region_rows(ctx, SHARD + call.parity, peer, chunk, CONFIG)
+            source = rows_at(shard, offset, CONFIG)
+            receive_elements(source, place, rows * k, CONFIG, ctx.TARGET)
         else:
-            fill_nan(to_ptr, rows * k, CONFIG.COPY_ELEMENTS)
+            spoil_elements(place, rows * k, CONFIG)
     return standing
 
 
 @triton.jit
-def move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, CLAIM_NEXT: tl.constexpr):
-    """Transports a unit and counts it in.
-
-    Returns (standing, next unit).
-    CLAIM_NEXT: claims the next unit while the stores of this one drain; else returns this one.
-    """
-    begin = trace_begin(ctx)
-    tile_row, part, step = unit_place(ctx, unit, CONFIG)
+def carry_unit(
+    ops, ctx, call, standing, grid, k, unit, tile_row, part, step, CONFIG, CLAIM_NEXT: tl.constexpr
+):
+    """Transports a unit and counts it in; as `move_unit`."""
     peer, word_ptr = unit_target(ctx, call, tile_row, step, CONFIG)
     standing = transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG)
     following = unit
@@ -180,14 +186,47 @@ def move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, CLAIM_NEXT: tl.co
         following = queue_claim(call.set_ptr + UNIT_QUEUE)
     if standing.ok != 0:
         flag_arrive(word_ptr, "sys" if CONFIG.TRANSPORT == PUSH else "gpu", ctx.TARGET)
+    return standing, following
+
+
+@triton.jit
+def move_unit(ops, ctx, call, standing, grid, k, unit, CONFIG, CLAIM_NEXT: tl.constexpr):
+    """Transports a unit and counts it in. Pushed MXFP8: dequantises one of the tile row before.
+
+    Returns (standing, next unit).
+    CLAIM_NEXT: claims the next unit while the stores of this one drain; else returns this one.
+    """
+    begin = trace_begin(ctx)
+    tile_row, part, step = unit_place(ctx, unit, CONFIG)
+    if CONFIG.TRANSPORT == PUSH and CONFIG.FORMAT == UNPACKED and ctx.WORLD > 1:
+        # A tile row is waited for once all units that push it stand earlier in every rank's queue:
+        # whoever waits here waits for work that others have claimed before.
+        following = unit
+        if tile_row < grid.tile_rows:
+            standing, following = carry_unit(
+                ops, ctx, call, standing, grid, k, unit, tile_row, part, step, CONFIG, False
+            )
+        if CLAIM_NEXT:
+            following = queue_claim(call.set_ptr + UNIT_QUEUE)
+        if tile_row > 0:
+            standing = unpack_landed(
+                ops, ctx, call, standing, grid, k, tile_row - 1, part, step, CONFIG
+            )
+    else:
+        standing, following = carry_unit(
+            ops, ctx, call, standing, grid, k, unit, tile_row, part, step, CONFIG, CLAIM_NEXT
+        )
     trace_end(ctx, MOVE, tile_row, begin)
     return standing, following
 
 
 @triton.jit
 def num_units(ctx, grid, CONFIG):
-    """Units of the transport queue."""
-    return grid.tile_rows * (ctx.WORLD - 1) * CONFIG.SLICES
+    """Units of the transport queue; where they lag, a tile row more."""
+    tile_rows = grid.tile_rows
+    if CONFIG.TRANSPORT == PUSH and CONFIG.FORMAT == UNPACKED:
+        tile_rows += 1
+    return tile_rows * (ctx.WORLD - 1) * CONFIG.SLICES
 
 
 @triton.jit
@@ -209,7 +248,8 @@ def await_rows(ops, ctx, call, standing, grid, k, src_rank, tile_row, CONFIG):
     """
     begin = trace_begin(ctx)
     word_ptr = arrival_word(ctx, call, src_rank, tile_row, CONFIG)
-    SCOPE: tl.constexpr = "sys" if CONFIG.TRANSPORT == PUSH else "gpu"
+    COUNTED_BY_PEER: tl.constexpr = CONFIG.TRANSPORT == PUSH and CONFIG.FORMAT != UNPACKED
+    SCOPE: tl.constexpr = "sys" if COUNTED_BY_PEER else "gpu"
     if CONFIG.POLICY == TWO_WAY:
         units = num_units(ctx, grid, CONFIG)
         unit = units * 0

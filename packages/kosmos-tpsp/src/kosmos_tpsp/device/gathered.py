@@ -8,8 +8,9 @@ from kosmos_core.device.target import matrix_view
 from kosmos_core.device.tiles import Grid, gathered_tile, num_gathered_tiles
 
 from kosmos_tpsp.device.build import build_tiles, store_output, tile_sum, view_weights
-from kosmos_tpsp.device.config import BUILD_ONLY, Operands
+from kosmos_tpsp.device.config import BUILD_ONLY, SCALED, UNPACKED, Operands
 from kosmos_tpsp.device.gather import await_rows
+from kosmos_tpsp.device.scaled import ScaledView, scaled_sum
 
 
 class GatheredJob(NamedTuple):
@@ -47,12 +48,15 @@ def locate(job, ctx, call, index, CONFIG):
 def await_tile(job, ctx, call, standing, ready, tile, CONFIG):
     """Waits for a tile's rows unless they are this rank's own or those of `ready`.
 
+    Own rows that are dequantised first are waited for like others.
+
     Returns (standing, ready), where ready is the last tile row waited for: neighbours in the queue
     share a tile row, which is waited for once.
     """
     arrival = tile.src_rank * ctx.MAX_ROWS + tile.tile_row
-    if CONFIG.PHASE != BUILD_ONLY and ctx.WORLD > 1:
-        if (tile.src_rank != call.rank) & (arrival != ready):
+    DEQUANTISES: tl.constexpr = CONFIG.FORMAT == UNPACKED
+    if CONFIG.PHASE != BUILD_ONLY and (ctx.WORLD > 1 or DEQUANTISES):
+        if ((tile.src_rank != call.rank) | DEQUANTISES) & (arrival != ready):
             standing = await_rows(
                 job.ops, ctx, call, standing, job.grid, job.k, tile.src_rank, tile.tile_row, CONFIG
             )
@@ -66,10 +70,16 @@ def multiply(job, ctx, call, standing, tile, k_begin, k_end, CONFIG):
     # One K loop serves both sources: two in a branch would each claim their own shared memory.
     a_view = job.gathered
     chunk = tile.src_rank
-    if tile.src_rank == call.rank:
-        a_view = job.own
-        chunk = tile.src_rank * 0
-    return tile_sum(a_view, job.weights, chunk, standing, tile, k_begin, k_end, CONFIG, ctx.TARGET)
+    if CONFIG.FORMAT != UNPACKED:
+        if tile.src_rank == call.rank:
+            a_view = job.own
+            chunk = tile.src_rank * 0
+    if CONFIG.FORMAT == SCALED:
+        return scaled_sum(a_view, job.weights, chunk, standing, tile, k_begin, k_end, CONFIG)
+    else:
+        return tile_sum(
+            a_view, job.weights, chunk, standing, tile, k_begin, k_end, CONFIG, ctx.TARGET
+        )
 
 
 @triton.jit
@@ -81,14 +91,32 @@ def store(job, ctx, call, standing, ready, tile, acc, CONFIG):
 
 
 @triton.jit
+def view_operands(ops, ctx, grid, n, k, CONFIG):
+    """(own rows, gathered rows, weights); what is dequantised is read from the gathered rows."""
+    T: tl.constexpr = ctx.TARGET
+    rows = grid.chunk_rows
+    if CONFIG.FORMAT == SCALED:
+        scale_ptr = ops.gathered_ptr + rows.to(tl.int64) * k * ctx.WORLD
+        return (
+            ScaledView(ops.x_ptr, ops.x_scale_ptr, rows, k),
+            ScaledView(ops.gathered_ptr, scale_ptr, rows, k),
+            ScaledView(ops.w_ptr, ops.w_scale_ptr, n, k),
+        )
+    else:
+        gathered = matrix_view(
+            ops.gathered_ptr, ctx.WORLD, rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T
+        )
+        own = gathered
+        if CONFIG.FORMAT != UNPACKED:
+            own = matrix_view(ops.x_ptr, 1, rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
+        return own, gathered, view_weights(ops.w_ptr, n, k, CONFIG, T)
+
+
+@triton.jit
 def build(ops, ctx, call, standing, grid, n, k, builders, split_tiles, CONFIG):
     """A builder: tiles in queue order until none is left."""
     T: tl.constexpr = ctx.TARGET
-    own = matrix_view(ops.x_ptr, 1, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T)
-    gathered = matrix_view(
-        ops.gathered_ptr, ctx.WORLD, grid.chunk_rows, k, CONFIG.BLOCK_M, CONFIG.BLOCK_K, T
-    )
-    weights = view_weights(ops.w_ptr, n, k, CONFIG, T)
+    own, gathered, weights = view_operands(ops, ctx, grid, n, k, CONFIG)
     out = matrix_view(
         ops.out_ptr, ctx.WORLD, grid.chunk_rows, n, CONFIG.BLOCK_M,
         CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, T,

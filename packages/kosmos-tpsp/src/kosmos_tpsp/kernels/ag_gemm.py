@@ -12,11 +12,12 @@ from kosmos_core.device.roles import is_builder_last, is_mover_first
 from kosmos_core.device.tiles import Grid
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
-from kosmos_tpsp.device.config import BUILD_ONLY, GATHER_ONLY
+from kosmos_tpsp.device.config import BUILD_ONLY, GATHER_ONLY, UNPACKED
 from kosmos_tpsp.device.gather import await_all, keep_rows, move, open_gather
 from kosmos_tpsp.device.gathered import build
+from kosmos_tpsp.device.unpack import unpack_own
 
-ROW_SHIFT = tl.constexpr(3)  # 8 bf16 elements are 16 bytes
+OUT_SHIFT = tl.constexpr(3)  # 8 bf16 elements are 16 bytes
 
 
 @triton.jit(do_not_specialize=["m", "num_movers", "split_tiles", "call_hash"])
@@ -27,14 +28,15 @@ def ag_gemm_kernel(ops, ctx, m, n, k, num_movers, split_tiles, call_hash, CONFIG
     2. Pull: help to copy the own chunk into symmetric memory; whoever completes it publishes the
        start word. Push: ticket 0 publishes it at once.
     3. Movers, the first to arrive, transport units in gather order.
-    4. Builders, and movers once no unit is left, build tiles in queue order.
-    5. Complete a kept gather output.
-    6. Leave: the last one holds every peer's start and moves the epoch on.
+    4. Where MXFP8 is dequantised, everybody helps with the own chunk.
+    5. Builders, and movers once no unit is left, build tiles in queue order.
+    6. Complete a kept gather output.
+    7. Leave: the last one holds every peer's start and moves the epoch on.
     """
     # Rows are multiples of 16 bytes (`can_fuse`). Said this way the compiler knows it too: an n
     # or k that 16 does not divide would make every copy 2 bytes wide. (A division costs registers.)
-    n = (n >> ROW_SHIFT) << ROW_SHIFT
-    k = (k >> ROW_SHIFT) << ROW_SHIFT
+    n = (n >> OUT_SHIFT) << OUT_SHIFT
+    k = (k >> CONFIG.ROW_SHIFT) << CONFIG.ROW_SHIFT
     call, standing = call_enter(ctx, call_hash)
     begin = trace_begin(ctx)
     chunk_rows = m // ctx.WORLD
@@ -43,6 +45,8 @@ def ag_gemm_kernel(ops, ctx, m, n, k, num_movers, split_tiles, call_hash, CONFIG
     if CONFIG.PHASE != BUILD_ONLY:
         if is_mover_first(call, num_movers):
             standing = move(ops, ctx, call, standing, grid, k, CONFIG)
+    if CONFIG.FORMAT == UNPACKED and CONFIG.PHASE != BUILD_ONLY:
+        unpack_own(ops, ctx, call, standing, grid, k, CONFIG)
     if CONFIG.PHASE != GATHER_ONLY:
         if is_builder_last(call, num_movers, CONFIG.POLICY):
             builders = tl.maximum(tl.num_programs(0) - num_movers, 1)

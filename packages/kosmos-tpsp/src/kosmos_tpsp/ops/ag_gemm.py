@@ -15,7 +15,8 @@ from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import AgGemmConfig, Operands
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
-from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops import mx, prepared, validate
+from kosmos_tpsp.ops.mx import Operand
 from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -37,6 +38,8 @@ class AgGemmOptions:
         split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
         traced: record role spans into the workspace's trace buffer.
         force: run fused although the plan would decline for speed.
+        block_scaled: MXFP8 operands: whether the matrix units apply the scales, or rows are
+            dequantised on arrival. None takes what the device has.
     """
 
     layout: str = "tn"
@@ -49,16 +52,17 @@ class AgGemmOptions:
     split_k: int | None = None
     traced: bool = False
     force: bool = False
+    block_scaled: bool | None = None
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether the gathered input is returned, too."""
+        """Whether a gathered bf16 input is returned, too; one in MXFP8 never is."""
         return self.layout == "nn" if self.keep_gathered is None else self.keep_gathered
 
 
 def ag_gemm(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    w: Operand,
     workspace: TpSpWorkspace,
     *,
     out: torch.Tensor | None = None,
@@ -77,7 +81,8 @@ def ag_gemm(
         **choices: fields of `AgGemmOptions`, when `options` is not given.
 
     Returns:
-        out [m, n]; with the gathered input kept, (out, gathered [m, k]).
+        out [m, n]; with the gathered input kept, (out, gathered [m, k]). In MXFP8 nothing is kept:
+        the weight gradient reads a column-wise copy.
 
     Raises:
         ArgumentError: wrong type, dtype, device, shape or choice; the peers are told, as they are
@@ -87,7 +92,8 @@ def ag_gemm(
 
     Autograd: none, fused or declined alike: no result requires grad, whatever x and w do.
 
-    Communication: all-gather of x, (world size - 1) * chunk_rows * k * 2 bytes into each rank.
+    Communication: all-gather of x, (world size - 1) * chunk_rows * k * 2 bytes into each rank; in
+    MXFP8 33/32 bytes an element, k padded to 32.
     Synchronizes: no host synchronisation; a declined call waits for its peers on the host.
 
     Source: paper, section 3.2.1.
@@ -103,7 +109,7 @@ def ag_gemm(
             validate.check_out("out", out, (m, n), x.device, {"x": x, "w": w})
         kept = None
         if call.decline is None or m == 0:
-            x, w = validate.dense(x), validate.dense(w)
+            inputs = _inputs(x, w, call.configs[0])
             if call.problem.keeps_gathered:
                 kept = torch.empty((m, k), dtype=torch.bfloat16, device=x.device)
     if m == 0:
@@ -117,7 +123,7 @@ def ag_gemm(
         kept = gathered if call.problem.keeps_gathered else None
     else:
         launches = [
-            _arguments(x, w, out, kept, workspace, call, config, options.traced)
+            _arguments(inputs, out, kept, workspace, call, config, options.traced)
             for config in call.configs
         ]
         prepared.launch_all(ag_gemm_kernel, call, launches, workspace)
@@ -127,13 +133,13 @@ def ag_gemm(
 def prepare_ag_gemm(
     workspace: TpSpWorkspace, chunk_rows: int, n: int, k: int, options: AgGemmOptions
 ) -> None:
-    """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
+    """Collective: compiles and loads what a bf16 call of this shape needs; ends in a barrier."""
     w_shape = (n, k) if options.layout == "tn" else (k, n)
     prepared.warm(ag_gemm, ((chunk_rows, k), w_shape), workspace, options)
 
 
 def describe_call(
-    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
+    x: Operand, w: Operand, workspace: TpSpWorkspace, options: AgGemmOptions
 ) -> Prepared:
     """The plan and verdict of a call without making it.
 
@@ -143,9 +149,7 @@ def describe_call(
     return prepared.describe(_plan, {"x": x, "w": w}, workspace, options)
 
 
-def _plan(
-    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: AgGemmOptions
-) -> Prepared:
+def _plan(x: Operand, w: Operand, workspace: TpSpWorkspace, options: AgGemmOptions) -> Prepared:
     validate.check_flag("keep_gathered", options.keep_gathered, optional=True)
     validate.check_types(options, "movers_per_peer")
     validate.check_choice("layout", options.layout, tuple(LAYOUTS))
@@ -154,36 +158,53 @@ def _plan(
     validate.check_choice("transport", options.transport, workspace.transports, optional=True)
     validate.check_split_k(options.split_k)
     world = workspace.world
-    n, k = prepared.features(x, w, options.layout)
+    validate.check_flag("block_scaled", options.block_scaled, optional=True)
+    form = mx.format_of(x, workspace, options.block_scaled)
+    layout, dtype, keeps = options.layout, "bf16", options.keeps_gathered
+    if form is codes.BF16 and not mx.is_mx(w):
+        n, k = prepared.features(x, w, layout)
+    else:
+        n, k, layout = mx.features(x, w, layout, form)
+        dtype, keeps = "mxfp8", False
+        if options.keep_gathered:
+            raise validate.reject(
+                validate.ARGUMENT,
+                "keep_gathered: got True for MXFP8, wanted False: the weight gradient reads the "
+                "column-wise copy; gather that one",
+            )
     m = x.shape[0] * world.size
     validate.check_room(workspace, m, k)
     with prepared.refusals():
-        problem = AgGemmProblem(
-            m, n, k, world.size, options.layout, keep_gathered=options.keeps_gathered
-        )
+        problem = AgGemmProblem(m, n, k, world.size, options.layout, dtype, keep_gathered=keeps)
         make = partial(
             plan_ag_gemm, problem, workspace.machine,
             transport=prepared.transport_of(workspace, options), policy=options.policy,
             order=options.order, movers_per_peer=options.movers_per_peer, split_k=options.split_k,
+            **mx.tile_fields(form, workspace),
         )  # fmt: skip
         plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
-    label = f"ag_gemm {options.layout} m={m} n={n} k={k}"
+        if form is codes.UNPACKED and (plan.transport == "push" or world.size == 1):
+            workspace.reserve_unpacked()
+    precision = "" if form is codes.BF16 else " mxfp8"
+    label = f"ag_gemm {options.layout}{precision} m={m} n={n} k={k}"
     decline = prepared.decline_reason(problem, judged, workspace, options.force, label)
     call_hash = prepared.agreed_hash(
         "ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows,
-        options.policy == "serial", decline is None,
+        options.policy == "serial", decline is None, form.value,
     )  # fmt: skip
-    configs = _configs(problem, plan, options)
+    configs = _configs(problem, plan, options, form, layout)
     keys = prepared.launch_keys(configs, plan, n, k, options.traced, workspace)
     return Prepared(problem, plan, decline, call_hash, configs, keys, label)
 
 
 def _configs(
-    problem: AgGemmProblem, plan: AgGemmPlan, options: AgGemmOptions
+    problem: AgGemmProblem, plan: AgGemmPlan, options: AgGemmOptions, form: Any, layout: str
 ) -> tuple[AgGemmConfig, ...]:
     fused = AgGemmConfig(
         **prepared.shared_constants(problem, plan),
-        LAYOUT=tl.constexpr(LAYOUTS[options.layout]),
+        FORMAT=form,
+        ROW_SHIFT=tl.constexpr(prepared.row_shift(problem)),
+        LAYOUT=tl.constexpr(LAYOUTS[layout]),
         ORDER=tl.constexpr(ORDERS[plan.order]),
         PHASE=codes.FUSED,
         KEEP_GATHERED=tl.constexpr(int(problem.keeps_gathered)),
@@ -200,9 +221,24 @@ def _configs(
     return fused._replace(PHASE=codes.GATHER_ONLY), fused._replace(PHASE=codes.BUILD_ONLY)
 
 
+def _inputs(
+    x: Any, w: Any, config: AgGemmConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, its scales, w, its scales) as the kernel takes them; x or w stand for scales not used."""
+    if config.FORMAT is codes.BF16:
+        x, w = validate.dense(x), validate.dense(w)
+        return x, x, w, w
+    elements, scales = mx.as_stored(x)
+    if config.FORMAT is codes.UNPACKED:
+        w = validate.dense(mx.as_operand(w, scaled=False))
+        return elements, scales, w, w
+    # [n, k] where the contraction lies together, whatever the layout is called.
+    turned = config.LAYOUT.value == LAYOUTS["tn"] and w.axis == "col"
+    return elements, scales, *mx.as_stored(w, turned)
+
+
 def _arguments(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     kept: torch.Tensor | None,
     workspace: TpSpWorkspace,
@@ -212,13 +248,8 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """Arguments of one launch of `ag_gemm_kernel`."""
     plan, problem = call.plan, call.problem
-    gathered = workspace.buffer(int(words.GATHER.value)) if workspace.world.size > 1 else x
-    if kept is not None and plan.transport == "pull":
-        gathered = kept
-    ops = Operands(
-        x, w, out, gathered, gathered if kept is None else kept,
-        workspace.partials,
-    )  # fmt: skip
+    gathered = _gathered(inputs[0], kept, workspace, plan, config)
+    ops = Operands(*inputs, out, gathered, gathered if kept is None else kept, workspace.partials)
     # A launch that only gathers has no use for builders.
     movers = plan.cap if config.PHASE is codes.GATHER_ONLY else plan.num_movers
     call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.BUILD_ONLY)
@@ -226,6 +257,25 @@ def _arguments(
         ops, workspace.context(traced), problem.m, problem.n, problem.k, movers, plan.split_tiles,
         call_hash, config,
     )  # fmt: skip
+
+
+def _gathered(
+    x: torch.Tensor,
+    kept: torch.Tensor | None,
+    workspace: TpSpWorkspace,
+    plan: AgGemmPlan,
+    config: AgGemmConfig,
+) -> torch.Tensor:
+    """Where builders read gathered rows."""
+    alone, pulls = workspace.world.size == 1, plan.transport == "pull"
+    if config.FORMAT is codes.UNPACKED and (alone or not pulls):
+        return workspace.unpacked
+    if kept is not None and pulls:
+        return kept
+    if alone:
+        return x
+    region = workspace.buffer(int(words.GATHER.value))
+    return region.view(torch.uint8) if config.FORMAT is codes.SCALED else region
 
 
 __all__ = ["AgGemmOptions", "Prepared", "ag_gemm", "describe_call", "prepare_ag_gemm"]

@@ -240,6 +240,7 @@ def _configs(
         LAYOUT=tl.constexpr(LAYOUTS[LAYOUT]),
         PHASE=codes.FUSED,
         HANDOVER=tl.constexpr(int(hands_over)),
+        FORMAT=codes.BF16,
         SCATTERS=tl.constexpr(0),
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from kosmos_heuristics.problems import wire_bytes
 
 from kosmos_tpsp import exact
 from kosmos_tpsp.exact import Draw, Wanted
-from kosmos_tpsp.ops import custom, prepared
+from kosmos_tpsp.ops import custom, mx, prepared
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm, describe_call
 from kosmos_tpsp.ops.bulk_ag import TENSOR, BulkAgOptions, bulk_ag, describe_bulk_ag
 from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column, describe_bulk_column
@@ -102,6 +103,8 @@ class Driver:
         width: features of the workspace that a call takes.
         crossings: how often its tokens cross between ranks.
         calls: the ops that it is made of, if of others.
+        quantised: (options) the operands that may be in MXFP8, and along which axis; none where
+            there is no such call.
         place: (operands, workspace, options, copies) gives the operands where a call wants them;
             without `copies` only the places.
     """
@@ -125,6 +128,7 @@ class Driver:
     width: Callable[[Shape], int]
     crossings: int = 1
     calls: tuple[str, ...] = ()
+    quantised: Callable[[Any], dict[str, str]] = lambda options: {}
     place: Callable[[Mapping[str, torch.Tensor], TpSpWorkspace, Any, bool], Tensors] = _as_given
 
     def call(
@@ -162,7 +166,14 @@ class Driver:
         given = self.place(given, workspace, options, False)
         return self.describe_op(*self._in_order(given), workspace, options)
 
-    def prepare(self, workspace: TpSpWorkspace, shape: Shape, options: Any) -> None:
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of its operands."""
+        return ("bf16", "mxfp8") if self.quantised(self.options()) else ("bf16",)
+
+    def prepare(
+        self, workspace: TpSpWorkspace, shape: Shape, options: Any, dtype: str = "bf16"
+    ) -> None:
         """Collective: compiles and loads what a call of a shape needs."""
         shapes = self.operand_shapes(shape, workspace.world.size, options)
 
@@ -171,7 +182,9 @@ class Driver:
             # Where the op wants them: what runs depends on it.
             self.call(dict(zip(self.operands, operands, strict=True)), workspace, {}, options)
 
-        prepared.warm(call, shapes.values(), workspace, options)
+        quantised = self.quantised(options) if dtype == "mxfp8" else {}
+        axes = [quantised.get(name) for name in shapes]
+        prepared.warm(call, shapes.values(), workspace, options, axes)
 
     def operand_shapes(self, shape: Shape, size: int, options: Any) -> dict[str, tuple[int, int]]:
         """Shapes of the operands on each of `size` ranks, by name and in order."""
@@ -199,10 +212,14 @@ class Driver:
         """(m, n, k) of a call on so many tokens; `other`: as in `other_of`."""
         return (tokens, n, other) if self.tokens == "m" else (other, n, tokens)
 
-    def remote_bytes(self, shape: Shape, size: int) -> int:
+    def room(self, shape: Shape, dtype: str) -> int:
+        """Features of the workspace that a call takes."""
+        return mx.padded(self.width(shape)) if dtype == "mxfp8" else self.width(shape)
+
+    def remote_bytes(self, shape: Shape, size: int, dtype: str = "bf16") -> int:
         """Bytes that cross ranks, into and out of each one."""
-        rows = (size - 1) * (self.num_tokens(shape) // size)
-        return self.crossings * rows * self.width(shape) * 2
+        elements = (size - 1) * (self.num_tokens(shape) // size) * self.room(shape, dtype)
+        return self.crossings * wire_bytes(elements, dtype)
 
     def _in_order(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [given[name] for name in self.operands]
@@ -239,6 +256,7 @@ DRIVERS = {
             ),
             wanted=exact.ag_gemm,
             width=lambda shape: shape[2],
+            quantised=lambda o: {"x": "row", "w": "row" if o.layout == "tn" else "col"},
         ),
         Driver(
             name="gemm_rs",

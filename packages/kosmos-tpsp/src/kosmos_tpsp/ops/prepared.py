@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kosmos_core.launch import intern_key
 from kosmos_heuristics import HeuristicsError, Machine, can_fuse
 
 from kosmos_tpsp.device import config as codes
-from kosmos_tpsp.ops import validate
+from kosmos_tpsp.ops import mx, validate
 from kosmos_tpsp.ops.validate import Rejected
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -65,7 +66,7 @@ Planner = Callable[..., Prepared]
 
 def prepare(
     plan: Planner,
-    given: dict[str, torch.Tensor],
+    given: dict[str, Any],
     workspace: TpSpWorkspace,
     options: Any,
     *facts: Hashable,
@@ -84,15 +85,15 @@ def prepare(
     except WorkspaceError as error:
         raise Rejected(validate.WORKSPACE, error) from error
     device = workspace.world.device
-    for name, tensor in given.items():
-        validate.check_matrix(name, tensor, device)
-    key = (*(tensor.shape for tensor in given.values()), options, *facts)
+    for name, operand in given.items():
+        validate.check_operand(name, operand, device)
+    key = (*(mx.key_of(operand) for operand in given.values()), options, *facts)
     return _remembered(workspace, key, lambda: plan(*given.values(), workspace, options, *facts))
 
 
 def describe(
     plan: Planner,
-    given: dict[str, torch.Tensor],
+    given: dict[str, Any],
     workspace: TpSpWorkspace,
     options: Any,
     *facts: Hashable,
@@ -113,13 +114,20 @@ def warm(
     shapes: Iterable[tuple[int, int]],
     workspace: TpSpWorkspace,
     options: Any,
+    axes: Iterable[str | None] = (),
 ) -> None:
     """Collective: compiles and loads what a call on operands of these shapes needs.
 
+    axes: along which an operand is quantised; None, or no more of them, for bf16.
     Ends in a barrier.
     """
     device = workspace.world.device
-    given = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    given = [
+        torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        if axis is None
+        else mx.zeros(shape, axis, device)
+        for shape, axis in zip_longest(shapes, axes)
+    ]
     op(*given, workspace, options=options)
     workspace.synchronize()
     workspace.world.barrier()
@@ -174,6 +182,14 @@ def shared_constants(problem: Any, plan: Any) -> dict[str, tl.constexpr]:
         "EVEN_K": tl.constexpr(int(problem.k % plan.block_k == 0)),
         "EVEN_N": tl.constexpr(int(problem.n % plan.block_n == 0)),
     }
+
+
+def row_shift(problem: Any) -> int:
+    """Power of two that k is known to be a multiple of: what it says of alignment."""
+    if problem.dtype == "bf16":
+        return 3  # 16 bytes
+    # Whole groups; or rows whose scales are 16 bytes, too.
+    return 9 if problem.k % 512 == 0 else 5
 
 
 def _remembered(workspace: TpSpWorkspace, key: Hashable, make: Callable[[], Prepared]) -> Prepared:
@@ -236,15 +252,20 @@ def launch_all(
         workspace.launches[kernel.__name__.removesuffix("_kernel")] += 1
 
 
-def shown_call(op: str, *operands: object) -> str:
+def shown_call(op: str, *operands: Any) -> str:
     """A refused call as error messages show it."""
     kinds = (
-        str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in operands
+        str(tuple(t.shape))
+        if isinstance(t, torch.Tensor)
+        else f"MXFP8 {t.shape}"
+        if mx.is_mx(t)
+        else type(t).__name__
+        for t in operands
     )
     return f"{op}({', '.join(kinds)})"
 
 
-def features(x: torch.Tensor, w: torch.Tensor, layout: str, name: str = "x") -> tuple[int, int]:
+def features(x: Any, w: Any, layout: str, name: str = "x") -> tuple[int, int]:
     """(n, k) of a call whose operands fit together; `name` is that of the left one."""
     k = x.shape[1]
     n, wanted = (w.shape[0], w.shape[1]) if layout == "tn" else (w.shape[1], w.shape[0])

@@ -28,6 +28,7 @@ from kosmos_core.arguments import (
 )
 from kosmos_core.errors import ArgumentError, WorkspaceError
 
+from kosmos_tpsp.ops import mx
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 
@@ -57,12 +58,20 @@ def check_matrix(name: str, t: torch.Tensor, device: torch.device) -> None:
         )
 
 
+def check_operand(name: str, t: Any, device: torch.device) -> None:
+    """As `check_matrix`, or one in MXFP8."""
+    if mx.is_mx(t):
+        mx.check_mx(name, t, device)
+    else:
+        check_matrix(name, t, device)
+
+
 def check_out(
     name: str,
     out: torch.Tensor,
     shape: tuple[int, int],
     device: torch.device,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Any],
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A matrix that the kernel may store to while it and its peers still read the inputs."""
@@ -81,7 +90,7 @@ def check_out(
         )
     if out.requires_grad:
         raise reject(ARGUMENT, f"{name}: got a tensor that requires grad, wanted one that does not")
-    if any(overlap(out, t) for t in inputs.values()):
+    if any(overlap(out, part) for t in inputs.values() for part in mx.parts(t)):
         raise reject(
             ARGUMENT,
             f"{name}: got memory that {' or '.join(inputs)} lies in, wanted memory of its own; "
@@ -145,6 +154,7 @@ __all__ = [
     "check_flag",
     "check_int",
     "check_matrix",
+    "check_operand",
     "check_out",
     "check_room",
     "check_split_k",

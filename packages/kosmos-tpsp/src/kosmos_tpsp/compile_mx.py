@@ -1,0 +1,115 @@
+"""Configurations of the kernels with MXFP8 operands, for the GPU-less compile guard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from kosmos_core.device.roles import ONE_WAY, TWO_WAY
+from kosmos_core.testing.compile_guard import CompileCase, Expectations
+from kosmos_heuristics import load_machine
+from kosmos_heuristics.plans import MAX_COPY_DEPTH
+from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
+from kosmos_mx.ops.gemm import SCALED_TILE
+
+from kosmos_tpsp.compile_parts import case, constexprs, tile_constants
+from kosmos_tpsp.device.config import (
+    BUILD_ONLY,
+    FUSED,
+    GATHER_ONLY,
+    PULL,
+    PUSH,
+    SCALED,
+    UNPACKED,
+    AgGemmConfig,
+    Operands,
+)
+from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
+
+UNPACKED_OPERANDS = Operands("*u8", "*u8", "*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32")
+SCALED_OPERANDS = Operands("*u8", "*u8", "*u8", "*u8", "*bf16", "*u8", "*u8", "*fp32")
+COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
+# gfx950 takes scales, and stands for AMD GPUs that do not.
+FORMS = {"sm_90": (UNPACKED,), "gfx950": (SCALED, UNPACKED)}
+
+
+def mx_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
+    """Cases of a target whose plans are of a machine model."""
+    machine = load_machine(machine_name)
+    for form in FORMS[target]:
+        tile: Any = machine.tile
+        if form is SCALED:
+            tile = replace(
+                tile, block_m=SCALED_TILE.block_m, block_n=SCALED_TILE.block_n,
+                block_k=SCALED_TILE.block_k, num_warps=SCALED_TILE.num_warps,
+                num_stages=SCALED_TILE.num_stages,
+            )  # fmt: skip
+        base: dict[str, Any] = {
+            **tile_constants(machine, tile),
+            "FORMAT": form,
+            "ROW_SHIFT": 9,
+            "TRANSPORT": PUSH,
+            "LAYOUT": 0,
+            "ORDER": 0,
+            "POLICY": ONE_WAY,
+            "PHASE": FUSED,
+            "KEEP_GATHERED": 0,
+            "SCATTERS": 0,
+            "SLICES": 4,
+            "COPY_DEPTH": MAX_COPY_DEPTH,
+            "GROUP_M": 8,
+            "GROUP_ROWS": 1,
+            "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,
+            "XCDS": machine.num_xcds,
+        }
+        variants: list[tuple[dict[str, Any], int]] = [
+            ({"TRANSPORT": t, "LAYOUT": layout, "SPLIT_K": 1 + layout}, 2)
+            for t, layout in product((PULL, PUSH), (0, 1))
+        ]
+        variants.append(({"ROW_SHIFT": 5, "EVEN_K": 0, "EVEN_N": 0}, 8))
+        if target == "sm_90" or form is SCALED:
+            variants += [
+                ({"TRANSPORT": PULL, "ROW_SHIFT": 5, "EVEN_K": 0, "EVEN_N": 0, "LAYOUT": 1}, 8),
+                ({"POLICY": TWO_WAY}, 2),
+                ({"PHASE": GATHER_ONLY}, 2),
+                ({"PHASE": BUILD_ONLY}, 2),
+                ({}, 1),
+            ]
+        for changes, world in variants:
+            transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
+            config = {
+                **base,
+                **changes,
+                "COPY_ELEMENTS": copy_step_bytes(machine, transport)
+                // (2 if form is UNPACKED else 1),
+            }
+            yield case(
+                ag_gemm_kernel, target, tile,
+                SCALED_OPERANDS if form is SCALED else UNPACKED_OPERANDS, COUNTS,
+                constexprs(AgGemmConfig, config), {"FORMAT": form, **changes}, world, 0, 16,
+                _expected(target, config, world),
+            )  # fmt: skip
+
+
+def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
+    """Fewest ordered operations that the assembly must hold."""
+    unpacks, peers = config["FORMAT"] is UNPACKED, world > 1
+    gathers = peers and config["PHASE"] is not BUILD_ONLY
+    builds = config["PHASE"] is not GATHER_ONLY
+    pushes = config["TRANSPORT"] is PUSH
+    readies = unpacks and config["PHASE"] is not BUILD_ONLY
+    descriptors = builds and unpacks and target == "sm_90"
+    return Expectations(
+        release_sys=(1 + (gathers and pushes)) if peers else 0,
+        release_gpu=1 + (readies or (gathers and not pushes)),
+        acquire_sys=1 + (gathers and pushes) if peers else 0,
+        acquire_gpu=1 if builds and (readies or (gathers and not pushes)) else 0,
+        wide_load=3 if gathers else 0,
+        keeps_subnormals=readies,
+        mma=1 if builds else 0,
+        scaled_mma=1 if builds and not unpacks else 0,
+        tma_load=int(descriptors),
+        tma_store=1 if builds and target == "sm_90" else 0,
+    )
