@@ -2,6 +2,7 @@
 
     python3 install.py kosmos-tpsp                 from this repository
     python3 install.py kosmos-tpsp --wheels DIR    from wheels in DIR
+    python3 install.py 'kosmos-tpsp[mx]'           with MXFP8
     python3 install.py kosmos-tpsp -- OPTIONS      hand OPTIONS on to pip
 
 It goes into the Python that runs this file. Where that one belongs to the operating system (PEP
@@ -26,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 STDLIB = Path(sysconfig.get_path("stdlib"))
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+# Those with an extra are written as pip writes them.
+WITH_EXTRAS = ["kosmos-tpsp[mx]"]
 
 # Runs in the environment installed into: prints each distribution that is missing or not ours.
 CHECK = """
@@ -43,15 +46,20 @@ for name in names:
 
 
 def siblings(package: str) -> list[str]:
-    """Return `package` and every sibling it needs, the needed ones first.
+    """Return `package`, perhaps with an extra, and every sibling it needs, the needed ones first.
 
     Reads the list by pattern, because Python 3.10 has no TOML reader of its own.
     """
+    package, _, extra = package.rstrip("]").partition("[")
     text = (ROOT / "packages" / package / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r"^siblings = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    patterns = [r"^siblings = \[(.*?)\]"]
+    if extra:
+        patterns.append(rf"^extras = \{{.*?\b{extra} = \[(.*?)\]")
     names: list[str] = []
-    for sibling in re.findall(r'"([^"]+)"', found.group(1)) if found else []:
-        names += [name for name in siblings(sibling) if name not in names]
+    for pattern in patterns:
+        found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        for sibling in re.findall(r'"([^"]+)"', found.group(1)) if found else []:
+            names += [name for name in siblings(sibling) if name not in names]
     return [*names, package]
 
 
@@ -80,7 +88,7 @@ def main(command_line: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("package", choices=PACKAGES)
+    parser.add_argument("package", choices=[*PACKAGES, *WITH_EXTRAS])
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="take our packages from DIR")
     parser.add_argument("--venv", type=Path, metavar="DIR", help="install into this environment")
     # argparse accepts `--` only before positional arguments, not after an option's value.

@@ -52,12 +52,15 @@ nox.options.default_venv_backend = "virtualenv"
 logging.getLogger("nox").addFilter(lambda record: record.getMessage() != "uv binary not found.")
 
 
-def siblings(package: str) -> list[str]:
-    """Return `package` and every sibling it needs, the needed ones first."""
+def siblings(package: str, extras: bool = False) -> list[str]:
+    """Return `package` and every sibling it needs, the needed ones first; with its `extras`."""
     tool = nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml")["tool"]
-    hooks = tool["hatch"].get("metadata", {}).get("hooks", {})
+    hook = tool["hatch"].get("metadata", {}).get("hooks", {}).get("custom", {})
+    wanted = list(hook.get("siblings", []))
+    if extras:
+        wanted += [name for added in hook.get("extras", {}).values() for name in added]
     names: list[str] = []
-    for sibling in hooks.get("custom", {}).get("siblings", []):
+    for sibling in wanted:
         names += [name for name in siblings(sibling) if name not in names]
     return [*names, package]
 
@@ -115,8 +118,11 @@ def tests(session: nox.Session) -> None:
 
 @for_each_package("tests", reuse_venv=True)
 def tests_of_package(session: nox.Session, package: str) -> None:
-    """Run one package's tests where only that package and what it declares is installed."""
-    needed = siblings(package)
+    """Run one package's tests where only that package and what it declares is installed.
+
+    Its extras are: what it does without them a test of its own shows.
+    """
+    needed = siblings(package, extras=True)
     needs_triton = "kosmos-core" in needed
     if needs_triton:
         session.install(*TRITON)

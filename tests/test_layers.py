@@ -150,7 +150,8 @@ def declared(tree: Path, package: str) -> set[str]:
     hook = settings.get("tool", {}).get("hatch", {}).get("metadata", {}).get("hooks", {})
     custom = hook.get("custom", {})
     lines = settings["project"].get("dependencies", [])
-    written = [*lines, *custom.get("third-party", []), *custom.get("siblings", [])]
+    extras = [name for names in custom.get("extras", {}).values() for name in names]
+    written = [*lines, *custom.get("third-party", []), *custom.get("siblings", []), *extras]
     return {canonicalize_name(Requirement(line).name) for line in written}
 
 

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from install import siblings
+from install import WITH_EXTRAS, siblings
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = sorted((ROOT / "packages").glob("kosmos-*"))
@@ -71,6 +71,11 @@ def test_no_dependency_names_a_sibling_without_the_pin(folder: Path) -> None:
     assert not [line for line in written if Requirement(line).name.startswith("kosmos")]
     needed = [name for sibling in hook.get("siblings", []) for name in siblings(sibling)]
     assert siblings(folder.name) == [*dict.fromkeys(needed), folder.name]
+    for extra, added in hook.get("extras", {}).items():
+        argument = f"{folder.name}[{extra}]"
+        assert argument in WITH_EXTRAS
+        more = [name for sibling in added for name in siblings(sibling)]
+        assert siblings(argument) == [*dict.fromkeys([*needed, *more]), folder.name]
 
 
 def test_version_and_pins_follow_the_one_file_through_sdist_and_wheel(tmp_path: Path) -> None:
@@ -89,7 +94,11 @@ def test_version_and_pins_follow_the_one_file_through_sdist_and_wheel(tmp_path: 
         assert "\nVersion: 7.8.9+kosmos\n" in metadata
         assert (unpacked / f"{name}.dist-info" / "licenses" / "LICENSE").is_file()
         pins = re.findall(r"^Requires-Dist: (kosmos.*)$", metadata, re.MULTILINE)
-        assert set(pins) == {f"{name}==7.8.9+kosmos" for name in siblings(folder.name)[:-1]}
+        wanted = {f"{name}==7.8.9+kosmos" for name in siblings(folder.name)[:-1]}
+        if folder.name == "kosmos-tpsp":
+            wanted.add("kosmos-mx==7.8.9+kosmos; extra == 'mx'")
+            assert "\nProvides-Extra: mx\n" in metadata
+        assert set(pins) == wanted
 
 
 def test_constraints_pin_every_tool() -> None:

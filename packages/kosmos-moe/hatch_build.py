@@ -13,12 +13,17 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class SiblingPins(MetadataHookInterface):
-    """Joins the hook's `third-party` and `siblings` lists into `dependencies`."""
+    """Joins the hook's `third-party` and `siblings` lists into `dependencies`, and pins `extras`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set `metadata["dependencies"]`."""
         version = (Path(self.root).parents[1] / "VERSION").read_text(encoding="utf-8").strip()
-        metadata["dependencies"] = [
-            *self.config["third-party"],
-            *(f"{sibling}=={version}" for sibling in self.config["siblings"]),
-        ]
+
+        def pinned(siblings: list[str]) -> list[str]:
+            return [f"{sibling}=={version}" for sibling in siblings]
+
+        metadata["dependencies"] = self.config["third-party"] + pinned(self.config["siblings"])
+        if "extras" in self.config:
+            metadata["optional-dependencies"] = {
+                extra: pinned(names) for extra, names in self.config["extras"].items()
+            }
