@@ -13,7 +13,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class SiblingPins(MetadataHookInterface):
-    """Joins the hook's `third-party` and `siblings` lists into `dependencies`, and pins `extras`."""
+    """Joins the hook's `third-party` and `siblings` into `dependencies`, and pins its `extras`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Set `metadata["dependencies"]`."""

@@ -7,6 +7,7 @@ from kosmos_core.device import barrier, flags, queue, roles
 from kosmos_tpsp.cli.plant_list_bulk_ag import BESIDE_PLANTS
 from kosmos_tpsp.cli.plant_list_bulk_rs import BULK_RS_PLANTS
 from kosmos_tpsp.cli.plant_list_column import COLUMN_PLANTS
+from kosmos_tpsp.cli.plant_list_mx import MX_PLANTS
 from kosmos_tpsp.cli.plant_list_pull import PULL_PLANTS
 from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
@@ -462,6 +463,7 @@ PLANTS: dict[str, Plant] = {
         BESIDE_PLANTS,
         BULK_RS_PLANTS,
         COLUMN_PLANTS,
+        MX_PLANTS,
     )
     for plant in plants
 }  # fmt: skip

@@ -62,6 +62,7 @@ class Plant:
         fixed: fields of the schedules that are not drawn.
         wgs: workgroups of a rank.
         op: whose calls show it.
+        dtype: of the operands.
         trouble: what goes wrong besides (`Trouble.kind`, or "expiry"), "" if nothing does.
     """
 
@@ -77,6 +78,7 @@ class Plant:
     fixed: dict[str, Any] = field(default_factory=dict)
     wgs: int = 4
     op: str = "ag_gemm"
+    dtype: str = "bf16"
     trouble: str = ""
 
     def mutations(self) -> tuple[Mutation, ...]:
@@ -95,7 +97,7 @@ class Plant:
         return [
             Call(
                 *driver.shape_of(rows * self.ranks, n, other), i,
-                driver.options(**{**self.choices, **more}),
+                driver.options(**{**self.choices, **more}), self.dtype,
             )
             for i, ((rows, n, other), more) in enumerate(zip(self.shapes, each, strict=True))
         ]  # fmt: skip

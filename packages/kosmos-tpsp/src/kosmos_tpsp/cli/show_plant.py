@@ -17,6 +17,7 @@ from kosmos_tpsp.cli.plants import Caught, Plant
 from kosmos_tpsp.cli.report import Case
 from kosmos_tpsp.cli.request import Request
 from kosmos_tpsp.cli.rig import Rig
+from kosmos_tpsp.ops.catalog import DRIVERS
 
 
 def show_plant(name: str, request: Request, as_json: bool) -> int:
@@ -41,6 +42,10 @@ def show_plant(name: str, request: Request, as_json: bool) -> int:
     if request.kind != "cpu" or request.kill_rank is not None:
         raise click.UsageError("plant: defects live on the CPU executor: no kill-rank, world cpu:N")
     plant = PLANTS[name]
+    if request.dtype == "mxfp8":
+        if "mxfp8" not in DRIVERS[plant.op].dtypes:
+            raise click.UsageError(f"dtype: got mxfp8, wanted bf16 for a defect of {plant.op}")
+        plant = replace(plant, dtype="mxfp8")
     caught = plant.catch()
     alarms = [] if caught is None else plant.false_alarms(caught.seed)
     if as_json:

@@ -191,6 +191,7 @@ def _plan(x: Operand, w: Operand, workspace: TpSpWorkspace, options: AgGemmOptio
     call_hash = prepared.agreed_hash(
         "ag_gemm", problem, plan.transport, plan.slices, plan.tile_row_rows,
         options.policy == "serial", decline is None, form.value,
+        x.shape[1],
     )  # fmt: skip
     configs = _configs(problem, plan, options, form, layout)
     keys = prepared.launch_keys(configs, plan, n, k, options.traced, workspace)
