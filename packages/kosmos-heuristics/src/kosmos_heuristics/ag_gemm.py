@@ -144,7 +144,7 @@ def plan_ag_gemm(
 
     copy_elements = overrides.get("copy_elements", copy_step_elements(problem, machine, way))
     reasons.append(Reason("copy_elements", "step of the measured curve", machine.source(way)))
-    copy_depth, reason = choose_copy_depth(machine, way)
+    copy_depth, reason = choose_copy_depth(machine, way, problem.dtype)
     reasons.append(reason)
     slices, reason = choose_slices(
         problem, machine, tile_row_rows, copy_elements, crew.movers_per_peer

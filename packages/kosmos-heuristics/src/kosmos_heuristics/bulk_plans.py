@@ -173,7 +173,7 @@ def _set_steps(draft: Draft, problem: TpProblem, way: str) -> None:
     machine = draft.machine
     elements = copy_step_elements(problem, machine, way)
     draft.set("copy_elements", elements, "step of the measured curve", machine.source(way))
-    depth, why = choose_copy_depth(machine, way)
+    depth, why = choose_copy_depth(machine, way, problem.dtype)
     draft.set("copy_depth", depth, why.rule, why.source)
 
 

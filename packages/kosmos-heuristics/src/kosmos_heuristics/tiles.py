@@ -291,9 +291,10 @@ def copy_step_bytes(machine: Machine, transport: str) -> int:
     return min(machine.transport_named(transport).copy_bytes, MAX_STEP_BYTES)
 
 
-def choose_copy_depth(machine: Machine, transport: str) -> tuple[int, Reason]:
+def choose_copy_depth(machine: Machine, transport: str, dtype: str) -> tuple[int, Reason]:
     """Steps that a mover reads ahead, beyond the one that it stores."""
-    pulled = machine.rule_set == "h200" and transport == "pull"
+    # Two buffers a step, of elements and of scales, stay in registers.
+    pulled = machine.rule_set == "h200" and transport == "pull" and dtype == "bf16"
     rule = "loads in flight against the latency of a loaded link"
     return PULLED_COPY_DEPTH if pulled else COPY_DEPTH, Reason("copy_depth", rule, RULES_SOURCE)
 

@@ -10,8 +10,7 @@ from typing import Any
 from kosmos_core.device.roles import ONE_WAY, TWO_WAY
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_heuristics import load_machine
-from kosmos_heuristics.plans import MAX_COPY_DEPTH
-from kosmos_heuristics.tiles import CLAIM_RUNS, copy_step_bytes
+from kosmos_heuristics.tiles import CLAIM_RUNS, COPY_DEPTH, copy_step_bytes
 from kosmos_mx.ops.gemm import SCALED_TILE
 
 from kosmos_tpsp.compile_parts import case, constexprs, tile_constants
@@ -58,7 +57,7 @@ def mx_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "KEEP_GATHERED": 0,
             "SCATTERS": 0,
             "SLICES": 4,
-            "COPY_DEPTH": MAX_COPY_DEPTH,
+            "COPY_DEPTH": COPY_DEPTH,
             "GROUP_M": 8,
             "GROUP_ROWS": 1,
             "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,

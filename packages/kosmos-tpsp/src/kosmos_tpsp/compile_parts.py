@@ -52,7 +52,7 @@ def tile_constants(machine: Machine, tile: Any) -> dict[str, Any]:
 
 def copy_constants(machine: Machine, transport: str) -> dict[str, Any]:
     """Constants of a mover's steps."""
-    depth, _ = choose_copy_depth(machine, transport)
+    depth, _ = choose_copy_depth(machine, transport, "bf16")
     return {"COPY_ELEMENTS": copy_step_bytes(machine, transport) // 2, "COPY_DEPTH": depth}
 
 

@@ -36,6 +36,7 @@ def move_groups(
     DEPTH: further steps whose loads are in flight, 1 or 2, as in `copy_run` of kosmos-core. Both
         loads of a step are in flight at once: the scales cost no latency of their own.
     """
+    tl.static_assert(DEPTH <= 2, "of more steps ahead no registers are left")
     elements, codes = load_groups(src_ptr, src_scale_ptr, 0, num_groups, GROUPS)
     if DEPTH == 2:
         second, second_codes = load_groups(src_ptr, src_scale_ptr, GROUPS, num_groups, GROUPS)

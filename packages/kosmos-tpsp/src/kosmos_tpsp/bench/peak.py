@@ -82,7 +82,7 @@ def _best(
     block = machine.transport_named(transport).copy_bytes // 2
     unit = min(UNIT_ELEMENTS, chunk_elements)
     units = chunk_elements // unit * len(sources)
-    depth, _ = choose_copy_depth(machine, transport)
+    depth, _ = choose_copy_depth(machine, transport, "bf16")
     # A queue head for every call, zeroed ahead: zeroing one is no part of the transport.
     heads = world.local("peak heads", 4 * _HEADS, torch.int32)
     crews = [crew for crew in CREWS if crew < world.num_wgs] + [world.num_wgs]
