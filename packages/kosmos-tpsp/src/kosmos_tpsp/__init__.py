@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from kosmos_tpsp.functions import (
+    MXFP8,
     LinearCall,
     column_parallel_linear,
     reduce_replicated_grads,
@@ -23,6 +24,7 @@ from kosmos_tpsp.sharing import destroy_workspaces
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 __all__ = [
+    "MXFP8",
     "AgGemmOptions",
     "BulkAgOptions",
     "BulkColumnOptions",

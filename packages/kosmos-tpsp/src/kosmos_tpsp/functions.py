@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from kosmos_tpsp.ops.linear_custom import (
     row_linear_op,
 )
 from kosmos_tpsp.ops.registry import AnyWorkspace, call_handle, resolve
+from kosmos_tpsp.precision import MXFP8, precision_of
 from kosmos_tpsp.sharing import world_of
 
 
@@ -30,6 +32,7 @@ class LinearCall:
         main_grad: add weight gradients into `weight.main_grad` where the weight has one in FP32.
         force: run fused although a plan would decline for speed.
         traced: record what workgroups do into the workspace's trace buffer.
+        precision: of the GEMMs: "bf16", "mxfp8", or an `MXFP8`.
 
     Raises:
         ArgumentError: a choice is not of its type or range.
@@ -38,6 +41,7 @@ class LinearCall:
         workspace: kept alive by this.
         size: ranks.
         handle: stands for both in operators.
+        mx: the functions of MXFP8, or None.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class LinearCall:
         main_grad: bool = True,
         force: bool = False,
         traced: bool = False,
+        precision: str | MXFP8 = "bf16",
     ) -> None:
         if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 2):
             raise ArgumentError(
@@ -61,7 +66,12 @@ class LinearCall:
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name}: got {value!r}, wanted True or False")
         self.workspace = workspace
-        self.options = LinearOptions(cap=cap, main_grad=main_grad, force=force, traced=traced)
+        self.options = LinearOptions(
+            cap=cap, main_grad=main_grad, force=force, traced=traced, mx=precision_of(precision)
+        )
+        # kosmos-mx need not be installed where nothing asks for it.
+        mx = self.options.mx is not None
+        self.mx: Any = importlib.import_module("kosmos_tpsp.mx_functions") if mx else None
         self.size = workspace.world.size
         self.handle = call_handle(workspace, self.options)
 
@@ -91,7 +101,8 @@ def column_parallel_linear(
 
     Source: paper, Figure 5.
     """
-    out: torch.Tensor = column_linear_op(_rows(x), weight, call.handle)
+    linear = column_linear_op if call.mx is None else call.mx.column_linear
+    out: torch.Tensor = linear(_rows(x), weight, call.handle)
     if bias is not None:
         out.add_(bias)
     if x.dim() <= 2:
@@ -128,7 +139,8 @@ def row_parallel_linear(
             f"x: got {x.shape[0]} in dimension 0, wanted a multiple of the {call.size} ranks; pad "
             "the sequence",
         )  # fmt: skip
-    out: torch.Tensor = row_linear_op(_rows(x), weight, call.handle)
+    linear = row_linear_op if call.mx is None else call.mx.row_linear
+    out: torch.Tensor = linear(_rows(x), weight, call.handle)
     if bias is not None:
         out.add_(bias)
     if x.dim() <= 2:
@@ -151,24 +163,34 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _column_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _backward(ctx, dy, column_linear_backward_op)
+    return *backward_by(column_linear_backward_op, ctx, dy), None
 
 
 def _row_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _backward(ctx, dy, row_linear_backward_op)
+    return *backward_by(row_linear_backward_op, ctx, dy), None
 
 
-def _backward(ctx: Any, dy: torch.Tensor, op: Any) -> tuple[torch.Tensor | None, ...]:
-    x, w = ctx.saved_tensors
+def backward_by(
+    op: Any, ctx: Any, dy: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dw) by an operator, None for what is not wanted.
+
+    Args:
+        op: takes what was saved of the input, dy, w, the call, and which of the two are wanted.
+        ctx: of autograd, with saved tensors, of which w is the last, `owner` and `call`.
+        dy: gradient of the output.
+    """
+    *kept, w = ctx.saved_tensors
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
-    if x is None:
-        x = dy.new_empty(0, w.shape[1])
+    if kept[0] is None:
+        kept = [dy.new_empty(0, w.shape[1])]
     if ctx.owner is not None:
         w = ctx.owner
-        # Of `torch.autograd.grad(y, x)` nothing may be left in a main_grad.
-        needs_dw = needs_dw and _is_executed(ctx.next_functions[1][0])
-    dx, dw = op(x, dy, w, ctx.call, needs_dx, needs_dw)
-    return (dx if needs_dx else None, dw if needs_dw else None, None)
+        if getattr(w, "main_grad", None) is not None:
+            # Of `torch.autograd.grad(y, x)` nothing may be left in it.
+            needs_dw = needs_dw and _is_executed(ctx.next_functions[1][0])
+    dx, dw = op(*kept, dy, w, ctx.call, needs_dx, needs_dw)
+    return dx if needs_dx else None, dw if needs_dw else None
 
 
 def _is_executed(node: Any) -> bool:
@@ -220,7 +242,9 @@ def reduce_replicated_grads(
 
 
 __all__ = [
+    "MXFP8",
     "LinearCall",
+    "backward_by",
     "column_parallel_linear",
     "reduce_replicated_grads",
     "row_parallel_linear",

@@ -19,22 +19,25 @@ from typing import Any
 import torch
 from kosmos_core.errors import ArgumentError
 
-from kosmos_tpsp.functions import LinearCall, column_parallel_linear, row_parallel_linear
+from kosmos_tpsp.functions import MXFP8, LinearCall, column_parallel_linear, row_parallel_linear
 from kosmos_tpsp.sharing import shared_workspace, world_of
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-def parallel_linears(max_tokens: int, *, cap: int | None = None) -> tuple[type[Any], type[Any]]:
+def parallel_linears(
+    max_tokens: int, *, cap: int | None = None, precision: str | MXFP8 = "bf16"
+) -> tuple[type[Any], type[Any]]:
     """(ColumnParallelLinear, RowParallelLinear) for layer specs.
 
     With one rank, for which Megatron-core switches sequence parallelism off, they compute as its
-    own do. Weight gradients go into `main_grad` where there is one, whatever
+    own do in BF16. Weight gradients go into `main_grad` where there is one, whatever
     `gradient_accumulation_fusion` says, which Megatron-core's DDP allows for.
 
     Args:
         max_tokens: sequence length times micro-batch size, over all ranks.
         cap: most workgroups of a fused call.
+        precision: of the GEMMs: "bf16", "mxfp8", or an `MXFP8`.
 
     Raises:
         ImportError: megatron.core cannot be imported, or is older than its layers' `tp_group`.
@@ -56,7 +59,7 @@ def parallel_linears(max_tokens: int, *, cap: int | None = None) -> tuple[type[A
 
         def __init__(self, input_size: int, output_size: int, **settings: Any) -> None:
             super().__init__(input_size, output_size, **settings)
-            self.kosmos_call = _call(self, max_tokens, input_size, cap)
+            self.kosmos_call = _call(self, max_tokens, input_size, cap, precision)
 
         def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **rest: Any) -> Any:
             if self.kosmos_call is None:
@@ -68,7 +71,7 @@ def parallel_linears(max_tokens: int, *, cap: int | None = None) -> tuple[type[A
 
         def __init__(self, input_size: int, output_size: int, **settings: Any) -> None:
             super().__init__(input_size, output_size, **settings)
-            self.kosmos_call = _call(self, max_tokens, output_size, cap)
+            self.kosmos_call = _call(self, max_tokens, output_size, cap, precision)
 
         def forward(self, input_: torch.Tensor) -> Any:
             """[sequence, batch, in / ranks] -> ([sequence / ranks, batch, out], bias or None)."""
@@ -81,17 +84,19 @@ def parallel_linears(max_tokens: int, *, cap: int | None = None) -> tuple[type[A
     return ColumnParallelLinear, RowParallelLinear
 
 
-def _call(layer: Any, max_tokens: int, width: int, cap: int | None) -> LinearCall | None:
-    """Where the calls of a layer run; None for one rank."""
+def _call(
+    layer: Any, max_tokens: int, width: int, cap: int | None, precision: str | MXFP8
+) -> LinearCall | None:
+    """Where the calls of a layer run; None for one rank in BF16."""
     world = world_of(layer.tp_group)
     config = layer.config
-    if world.size == 1:
+    if world.size == 1 and precision == "bf16":
         return None
     if layer.is_expert:
         raise ArgumentError(
             "is_expert: got an expert's layer, wanted a dense one; leave it as it is"
         )
-    if not config.sequence_parallel:
+    if not config.sequence_parallel and world.size > 1:
         raise ArgumentError(
             "config.sequence_parallel: got False, wanted True; without it there is nothing to fuse"
         )
@@ -104,7 +109,8 @@ def _call(layer: Any, max_tokens: int, width: int, cap: int | None) -> LinearCal
             "config.defer_embedding_wgrad_compute: got True, wanted False; keep Megatron-core's "
             "class for the output layer"
         )
-    return LinearCall(shared_workspace(world, max_tokens, width), cap=cap)
+    room = shared_workspace(world, max_tokens, width)
+    return LinearCall(room, cap=cap, precision=precision)
 
 
 __all__ = ["parallel_linears"]

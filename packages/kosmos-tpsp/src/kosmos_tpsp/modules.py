@@ -16,7 +16,12 @@ from kosmos_core.worlds import World
 from torch import nn
 
 from kosmos_tpsp import sharding
-from kosmos_tpsp.functions import LinearCall, column_parallel_linear, row_parallel_linear
+from kosmos_tpsp.functions import (
+    MXFP8,
+    LinearCall,
+    column_parallel_linear,
+    row_parallel_linear,
+)
 from kosmos_tpsp.sharing import SharedWorkspace, shared_workspace, world_of
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -41,6 +46,7 @@ class ParallelLinear(nn.Module):
         cap: most workgroups that a call uses.
         main_grad: add weight gradients into `weight.main_grad` where there is one in FP32.
         force: run fused although a plan would decline for speed.
+        precision: of the GEMMs: "bf16", "mxfp8", or an `MXFP8`; parameters are BF16 all the same.
         init: fills rows of the full weight and bias from a generator; None for `nn.Linear`'s own.
         seed: of the full weight, which does not depend on the number of ranks (but on the kind of
             device); None draws one from rank 0's default generator.
@@ -72,6 +78,7 @@ class ParallelLinear(nn.Module):
         cap: int | None = None,
         main_grad: bool = True,
         force: bool = False,
+        precision: str | MXFP8 = "bf16",
         init: sharding.Init | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
@@ -96,7 +103,7 @@ class ParallelLinear(nn.Module):
             sharding.check_divides("in_features", in_features, world.size)
         # The rows that cross ranks are as wide as the dimension that is not sharded.
         room = _room(workspace, world, group, max_tokens, shape[1 - self.sharded_dim])
-        self.call = LinearCall(room, cap=cap, main_grad=main_grad, force=force)
+        self.call = LinearCall(room, cap=cap, main_grad=main_grad, force=force, precision=precision)
         self.in_features, self.out_features = in_features, out_features
         self.init = init or sharding.linear_init(in_features)
         shape[self.sharded_dim] //= world.size

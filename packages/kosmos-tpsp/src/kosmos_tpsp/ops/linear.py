@@ -16,6 +16,7 @@ from kosmos_tpsp.ops import prepared, validate
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
+from kosmos_tpsp.precision import MXFP8
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # Zeros that stand for the gradient of a weight whose real one went into main_grad.
@@ -32,12 +33,14 @@ class LinearOptions:
             aligned to 16 bytes.
         force: run fused although a plan would decline for speed.
         traced: record role spans into the workspace's trace buffer.
+        mx: how the operands are quantised; None for BF16.
     """
 
     cap: int | None = None
     main_grad: bool = True
     force: bool = False
     traced: bool = False
+    mx: MXFP8 | None = None
 
     @property
     def _shared(self) -> dict[str, Any]:
@@ -103,14 +106,14 @@ def column_backward(
             if needs_dx
             else (None, None)
         )
-    main_grad = _main_grad(w, workspace, options)
+    main_grad = main_grad_of(w, workspace, options)
     if not needs_dx:
         return None, weight_grad(dy, _gather(x, workspace), w, main_grad)
     dy = validate.dense(dy)  # once for both launches
     dx_shard, dw = bulk_column(
         x, dy, w, workspace, main_grad=main_grad, options=options.column_back
     )
-    return dx_shard, _stand_in(w) if dw is None else dw
+    return dx_shard, stand_in(w) if dw is None else dw
 
 
 def row_backward(
@@ -143,7 +146,7 @@ def row_backward(
             return None, None
         dx = ag_gemm(dy, w, workspace, options=options.gather_only)
         return (dx[0] if isinstance(dx, tuple) else dx), None
-    main_grad = _main_grad(w, workspace, options)
+    main_grad = main_grad_of(w, workspace, options)
     if not needs_dx:
         return None, weight_grad(_gather(dy, workspace), x, w, main_grad)
     dx, gathered = ag_gemm(dy, w, workspace, options=options.gather_back)
@@ -168,7 +171,7 @@ def _gather(x: torch.Tensor, workspace: TpSpWorkspace) -> torch.Tensor:
     return workspace.world.all_gather_tensor(x)
 
 
-def _main_grad(
+def main_grad_of(
     w: torch.Tensor, workspace: TpSpWorkspace, options: LinearOptions
 ) -> torch.Tensor | None:
     """The buffer that the weight gradient is added into; None to return it."""
@@ -194,10 +197,10 @@ def weight_grad(
         torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.addmm_(dy.t().float(), x.float())
-    return _stand_in(w)
+    return stand_in(w)
 
 
-def _stand_in(w: torch.Tensor) -> torch.Tensor:
+def stand_in(w: torch.Tensor) -> torch.Tensor:
     """Zeros for autograd, so that hooks fire; the same memory for all weights of a shape."""
     w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     key = (w.shape, w.dtype, w.device)

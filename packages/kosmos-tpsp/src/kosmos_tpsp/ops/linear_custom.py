@@ -47,7 +47,7 @@ def column_linear_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dw) of `column_linear`, without elements where not wanted."""
     workspace, options = resolve(call)
-    return _made(w, linear.column_backward(x, dy, w, workspace, options, (needs_dx, needs_dw)))
+    return made(w, linear.column_backward(x, dy, w, workspace, options, (needs_dx, needs_dw)))
 
 
 @torch.library.custom_op("kosmos::row_linear_backward", mutates_args=())
@@ -56,7 +56,7 @@ def row_linear_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dw) of `row_linear`, without elements where not wanted."""
     workspace, options = resolve(call)
-    return _made(w, linear.row_backward(x, dy, w, workspace, options, (needs_dx, needs_dw)))
+    return made(w, linear.row_backward(x, dy, w, workspace, options, (needs_dx, needs_dw)))
 
 
 @column_linear_backward_op.register_fake
@@ -64,7 +64,7 @@ def _column_backward_fake(
     x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int, needs_dx: bool, needs_dw: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = dy.shape[0] // world_of_call(call).size
-    return _backward_shapes(rows, w, needs_dx, needs_dw)
+    return backward_shapes(rows, w, needs_dx, needs_dw)
 
 
 @row_linear_backward_op.register_fake
@@ -72,19 +72,20 @@ def _row_backward_fake(
     x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int, needs_dx: bool, needs_dw: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = dy.shape[0] * world_of_call(call).size
-    return _backward_shapes(rows, w, needs_dx, needs_dw)
+    return backward_shapes(rows, w, needs_dx, needs_dw)
 
 
-def _backward_shapes(
+def backward_shapes(
     rows: int, w: torch.Tensor, needs_dx: bool, needs_dw: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand-ins for the (dx, dw) of a backward whose dx has so many rows."""
     return (
         w.new_empty((rows, w.shape[1]) if needs_dx else (0,)),
         w.new_empty(w.shape if needs_dw else (0,)),
     )
 
 
-def _made(
+def made(
     w: torch.Tensor, grads: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients as an operator returns them, which cannot be None."""
