@@ -189,7 +189,7 @@ def readme_command(source: str, package: str, wheels: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("source", ["folder", "wheel"])
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, "kosmos-tpsp[mx]"])
 def test_the_command_installs_ours(
     tmp_path: Path, index: Path, wheels: Path, package: str, source: str
 ) -> None:

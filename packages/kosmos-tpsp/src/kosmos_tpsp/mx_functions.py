@@ -42,19 +42,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     if ctx.needs_input_grad[1] and not keep:
         raise ArgumentError("keep: got False for a weight that requires grad, wanted True")
     _, elements, scales = output
-    ctx.mark_non_differentiable(elements, scales)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(elements, scales, w)
     # Its quantised copies are found by the tensor itself, and checkpointing hands back another one.
     ctx.owner = w
     ctx.call = call
 
 
-def _column_backward(ctx: Any, dy: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+def _column_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     return *backward_by(mx_column_linear_backward_op, ctx, dy), None, None
 
 
-def _row_backward(ctx: Any, dy: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+def _row_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     return *backward_by(mx_row_linear_backward_op, ctx, dy), None, None
 
 

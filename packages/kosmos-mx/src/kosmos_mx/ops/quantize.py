@@ -151,7 +151,7 @@ def _wanted(
         raise ArgumentError(f"x: got shape {tuple(x.shape)}, wanted [rows, cols]")
     if x.dtype not in SOURCES:
         raise ArgumentError(f"x: got {x.dtype}, wanted {' or '.join(map(str, SOURCES))}")
-    if x.shape[1] > 1 and x.stride(1) != 1:
+    if x.numel() and x.shape[1] > 1 and x.stride(1) != 1:
         raise ArgumentError(
             f"x: got strides {x.stride()}, wanted contiguous rows; call contiguous()"
         )

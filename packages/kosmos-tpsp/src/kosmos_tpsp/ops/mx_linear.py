@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from kosmos_mx import MXTensor, quantize
-from kosmos_mx.formats import SCALE_DTYPE, num_groups, padded
+from kosmos_mx.formats import E4M3, SCALE_DTYPE, num_groups, padded
 
 from kosmos_tpsp.ops import mx_carriers, prepared, validate
 from kosmos_tpsp.ops.bulk_rs import bulk_rs
@@ -21,7 +21,7 @@ from kosmos_tpsp.ops.mx_weights import COLUMNS, ROWS, weight_copies
 from kosmos_tpsp.precision import MXFP8
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
-ELEMENTS = torch.float8_e4m3fn
+# Elements and scales of an input's column-wise copy, as bytes.
 Kept = tuple[torch.Tensor, torch.Tensor]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -39,7 +39,7 @@ def column_forward(
         keep: whether a backward will want the weight gradient.
 
     Returns:
-        out [m, n] bfloat16, and elements and scales of the column-wise copy of x, none unless kept.
+        out [m, n] bfloat16, and the bytes of the column-wise copy of x, none unless kept.
     """
     x_rows, kept = _input("column_linear", x, w, workspace, options, keep, chunks=1)
     weight = _weight(w, workspace, options, ROWS, *[COLUMNS] * keep)
@@ -60,7 +60,7 @@ def row_forward(
         keep: whether a backward will want the weight gradient.
 
     Returns:
-        out [m / world size, n] bfloat16, and elements and scales of the column-wise copy of x,
+        out [m / world size, n] bfloat16, and the bytes of the column-wise copy of x,
         whose groups straddle no rank's rows of dY; none unless kept.
     """
     x_rows, kept = _input("row_linear", x, w, workspace, options, keep, workspace.world.size)
@@ -79,7 +79,7 @@ def column_backward(
     """Gradients of the column-parallel linear.
 
     Args:
-        kept: elements and scales of the input's column-wise copy [m / world size, n].
+        kept: bytes of the input's column-wise copy [m / world size, n].
         dy: [m, k] bfloat16, gradient of this rank's columns of the output.
         w: [k, n] bfloat16; `w.main_grad` as in `linear.column_backward`.
         workspace: of the group.
@@ -129,7 +129,7 @@ def row_backward(
     """Gradients of the row-parallel linear.
 
     Args:
-        kept: elements and scales of the input's column-wise copy [m, n].
+        kept: bytes of the input's column-wise copy [m, n].
         dy: [m / world size, k] bfloat16, gradient of the output's own rows.
         w: [k, n] bfloat16; `w.main_grad` as in `linear.column_backward`.
         workspace: of the group.
@@ -191,8 +191,9 @@ def _input(
     rows = max(1, x.shape[0] // chunks) if x.dim() else 1
     x_rows, x_columns = _quantised(op, "x", x, w, workspace, options, (True, keep), rows)
     if keep:
-        return x_rows, (x_columns.data, x_columns.scales)
-    return x_rows, (x.new_empty(0, dtype=ELEMENTS), x.new_empty(0, dtype=SCALE_DTYPE))
+        return x_rows, (x_columns.data.view(torch.uint8), x_columns.scales.view(torch.uint8))
+    none = x.new_empty(0, dtype=torch.uint8)
+    return x_rows, (none, none.clone())
 
 
 def _quantised(
@@ -223,14 +224,18 @@ def _quantised(
 def _weight(
     w: torch.Tensor, workspace: TpSpWorkspace, options: LinearOptions, *axes: str
 ) -> torch.Tensor:
-    """The copy of the weight of the first axis; those of others are made in the same pass."""
+    """The copy of the weight along the first axis.
+
+    Those along others are made in the same pass, for later; not during capture, when none is kept.
+    """
     lasting = not workspace.world.is_capturing()
+    axes = axes if lasting else axes[:1]
     return weight_copies(w, axes, _recipe(options).scale_rounding, lasting=lasting)[0]
 
 
 def _restored(kept: Kept, rows: int, segments: tuple[int, ...]) -> MXTensor:
     """A column-wise copy from what a forward has kept of it."""
-    elements, scales = kept
+    elements, scales = kept[0].view(E4M3.dtype), kept[1].view(SCALE_DTYPE)
     return MXTensor(elements, scales, "col", (rows, elements.shape[1]), segments)
 
 

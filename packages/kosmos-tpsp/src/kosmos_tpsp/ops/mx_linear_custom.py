@@ -2,13 +2,12 @@
 
 `torch.ops.kosmos.mx_column_linear(x, w, call, keep)`, `mx_row_linear(...)` and their `_backward`s;
 as those of `linear_custom`, and besides the output they return elements and scales of the input's
-column-wise copy, which have no elements unless `keep`.
+column-wise copy as bytes, none unless `keep`.
 """
 
 from __future__ import annotations
 
 import torch
-from kosmos_mx.formats import SCALE_DTYPE
 
 from kosmos_tpsp.ops import mx_linear
 from kosmos_tpsp.ops.linear_custom import backward_shapes, made
@@ -48,10 +47,7 @@ def _row_fake(x: torch.Tensor, w: torch.Tensor, call: int, keep: bool) -> Three:
 
 def _kept_fake(x: torch.Tensor, chunks: int, keep: bool) -> Two:
     elements, scales = mx_linear.kept_shapes(x.shape[0], x.shape[1], chunks, keep)
-    return (
-        x.new_empty(elements, dtype=mx_linear.ELEMENTS),
-        x.new_empty(scales, dtype=SCALE_DTYPE),
-    )
+    return x.new_empty(elements, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
 
 
 @torch.library.custom_op("kosmos::mx_column_linear_backward", mutates_args=())

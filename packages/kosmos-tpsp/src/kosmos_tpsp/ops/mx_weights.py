@@ -7,6 +7,7 @@ distributed optimizers hand out new weights, leaves it as it is.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ class _Kept:
     copies: dict[str, torch.Tensor]
 
 
-_KEPT = WeakTensorKeyDictionary()
+# Goes with the weights.
+_KEPT: MutableMapping[torch.Tensor, _Kept] = WeakTensorKeyDictionary()
 _epoch = 0
 
 
@@ -67,7 +69,7 @@ def weight_copies(
         made = _make(w, axes, scale_rounding)
         return [made[axis] for axis in axes]
     state = (w.data_ptr(), w._version, _epoch, scale_rounding)
-    kept: _Kept | None = _KEPT.get(w)
+    kept = _KEPT.get(w)
     if kept is None or kept.state != state:
         kept = _KEPT[w] = _Kept(state, {})
     missing = tuple(axis for axis in axes if axis not in kept.copies)
