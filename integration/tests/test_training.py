@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kosmos_core.executor import Random
-from kosmos_core.worlds import cpu_world
+from kosmos_core.worlds import cpu_world, reference_world
 
 from integration.training import comparison, linears, session
 from integration.training.comparison import Comparison, Witnesses
@@ -75,6 +76,34 @@ def test_the_fused_layers_have_the_losses_and_gradients_of_an_unsharded_model(
         assert 1e-4 < c.error[0] < 1e-2
         # Of their own making, not the plain path once more.
         assert ranks == 1 or c.apart > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "kosmos"])
+def test_mxfp8_is_as_near_as_its_operands(backend: str, make_job: Callable[..., Job]) -> None:
+    job = replace(make_job(1), precision="mxfp8")
+    checks = session.CHECKS if backend == "kosmos" else {}
+    by_rank = compare(job, 2, backend, **checks)
+    assert all(rank == by_rank[0] for rank in by_rank)
+    for c in by_rank[0]:
+        assert c.right
+        assert c.loss_error <= comparison.MX_LOSS_LIMIT
+        # Well off what BF16 gives, and both paths by the same.
+        assert 1e-2 < c.error[0] < 8e-2
+        assert c.apart < 1e-2
+        assert (c.apart == 0) == (backend == "reference")
+
+
+def test_mxfp8_learns_as_bf16(make_job: Callable[..., Job]) -> None:
+    world, curves = reference_world(), {}
+    for backend, precision in (("kosmos", "mxfp8"), ("reference", "mxfp8"), ("reference", "bf16")):
+        job = replace(make_job(20), precision=precision)
+        with make_trainer(job, backend, world) as (trainer, _):
+            curves[backend, precision] = [float(trainer.step(n)[0]) for n in range(job.steps)]
+    ours, plain, bf16 = curves.values()
+    # Into `main_grad` ours adds unrounded.
+    assert drift(ours, plain) < 0.002
+    assert 0 < drift(ours, bf16) < 0.01
+    assert sum(bf16[-5:]) <= 0.8 * sum(bf16[:5])
 
 
 def test_schedules_change_no_bit(make_job: Callable[..., Job]) -> None:
@@ -160,7 +189,7 @@ def test_nan_is_wrong() -> None:
 def test_runs_of_their_own_stay_together(tmp_path: Path, make_job: Callable[..., Job]) -> None:
     outcome = run(make_job(20), 2, tmp_path, "reference", verify=True)
     losses = [s.loss for s in outcome.steps]
-    assert losses == outcome.curves[PLAIN]
+    assert losses == outcome.curves[PLAIN["bf16"]]
     assert drift(losses, outcome.curves[EXACT]) < 0.01
     assert drift(losses, [loss * 1.05 for loss in outcome.curves[EXACT]]) > 0.04
     assert len(outcome.comparisons) == 20

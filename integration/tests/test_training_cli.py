@@ -17,6 +17,7 @@ from kosmos_tpsp.cli import relaunch
 from integration.training import session
 from integration.training.__main__ import main
 from integration.training.presets import PRESETS, Sizes
+from integration.training.run import EXACT, PLAIN
 from integration.training.show import milliseconds, number
 from integration.training.text import library_text
 from integration.training.timeline import _from_zero
@@ -64,6 +65,21 @@ def test_a_run_says_and_writes_what_it_did(
     ]
 
 
+def test_a_run_in_mxfp8_is_shown_beside_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--world", "cpu:1", "--layers", "1", "--steps", "2", "--precision", "mxfp8"]
+    assert main([*arguments, "--verify", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "backend kosmos, MXFP8" in shown
+    assert "2 steps compared: losses and gradients within MXFP8 tolerance" in shown
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["summary"]["precision"] == "mxfp8"
+    assert set(report["curves"]) == {*PLAIN.values(), EXACT}
+    # A checkpoint of another precision is of another run.
+    assert main(["--world", "cpu:1", "--layers", "1", "--steps", "2", "--out", str(tmp_path)]) == 2
+
+
 def test_a_wrong_step_ends_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +99,7 @@ def test_a_wrong_step_ends_with_status_1(
         (["--world", "cpu:8"], "4 key and value heads do not divide over 8 ranks"),
         (["--preset", "huge"], "huge"),
         (["--backend", "nccl"], "nccl"),
+        (["--precision", "fp8"], "fp8"),
         (["--steps", "0"], "steps"),
         (["--seed", "-1"], "seed"),
         (["--out", __file__], "is a file"),

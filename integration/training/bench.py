@@ -217,7 +217,7 @@ def bench(
 
     Exit status: 0; 1 if a loss or gradient was wrong; 2 for bad arguments.
     """
-    chosen = PRESETS[preset].with_layers(layers)
+    chosen = PRESETS[preset].changed(layers, None)
     if not under_torchrun():
         found = gpus or gpus_to_use()
         if not gpus_to_use() or found > torch.cuda.device_count():

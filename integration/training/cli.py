@@ -13,7 +13,7 @@ from kosmos_core.testing.faults import is_reported
 from kosmos_tpsp.cli.relaunch import gpus_to_use, relaunch, under_torchrun
 
 from integration.training.presets import PRESETS, Preset
-from integration.training.run import BACKENDS, Plan
+from integration.training.run import BACKENDS, PLAIN, Plan
 from integration.training.session import on_group, on_virtual_ranks
 from integration.training.text import Batches
 from integration.training.trainer import Job
@@ -33,8 +33,20 @@ MAX_RANKS = 8
     f"[default: all GPUs if there are two or more, else {ON_CPU}]",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="kosmos", show_default=True)
+@click.option(
+    "--precision",
+    type=click.Choice(list(PLAIN)),
+    default="bf16",
+    show_default=True,
+    help="Of the GEMMs of parallel layers; weights and activations are BF16.",
+)
 @click.option("--steps", type=click.IntRange(1), help="[default: the preset's]")
 @click.option("--layers", type=click.IntRange(1), help="Blocks.  [default: the preset's]")
+@click.option(
+    "--lr",
+    type=click.FloatRange(0, min_open=True),
+    help="Highest learning rate.  [default: the preset's]",
+)
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option(
     "--verify",
@@ -63,8 +75,10 @@ def training(
     preset: str | None,
     world: str | None,
     backend: str,
+    precision: str,
     steps: int | None,
     layers: int | None,
+    lr: float | None,
     seed: int,
     verify: bool,
     timeline: bool,
@@ -84,10 +98,11 @@ def training(
             return relaunch(MODULE, ["--world", "group", *_given()], ranks)
         world = "group" if ranks or under_torchrun() else ON_CPU
     ranks = _ranks(world)
-    chosen = PRESETS[preset or _default_preset(world)].with_layers(layers)
+    chosen = PRESETS[preset or _default_preset(world)].changed(layers, lr)
     chosen.sizes.check(ranks)
     plan = _plan(chosen, steps, seed, backend, out, checkpoint_every)
-    plan = replace(plan, verify=verify, timeline=timeline, fresh=fresh)
+    job = replace(plan.job, precision=precision)
+    plan = replace(plan, job=job, verify=verify, timeline=timeline, fresh=fresh)
     _make(plan.folder)
     try:
         right = on_group(plan, out) if world == "group" else on_virtual_ranks(plan, ranks, out)

@@ -13,7 +13,7 @@ from integration.training.presets import VOCABULARY
 from integration.training.run import Outcome, Plan
 
 INK, MUTED, PALE = "#1f4e9c", "#5b6673", "#a9c1e6"
-OTHERS = ("#c8553d", "#2e9e5b")
+OTHERS = ("#c8553d", "#2e9e5b", "#8a6bbd")
 SMOOTHED = 5
 
 
@@ -58,7 +58,13 @@ def _losses(axis: Any, plan: Plan, outcome: Outcome) -> None:
         color=MUTED,
     )  # fmt: skip
     axis.plot(steps, losses, color=PALE, linewidth=1.2)
-    axis.plot(steps, _smooth(losses), color=INK, linewidth=2.4, label=f"{plan.backend}, BF16")
+    axis.plot(
+        steps,
+        _smooth(losses),
+        color=INK,
+        linewidth=2.4,
+        label=f"{plan.backend}, {plan.job.precision.upper()}",
+    )
     for (name, curve), colour in zip(outcome.curves.items(), OTHERS, strict=False):
         style = {"color": colour, "linewidth": 1.4, "linestyle": (0, (4, 3))}
         axis.plot(range(1, len(curve) + 1), _smooth(curve), label=name, **style)

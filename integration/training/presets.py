@@ -101,15 +101,14 @@ class Preset:
     warmup: int
     checkpoint_every: int
 
-    def with_layers(self, layers: int | None) -> Preset:
-        """The same with another number of blocks; None keeps it."""
-        if layers is None:
-            return self
-        return replace(self, sizes=replace(self.sizes, layers=layers))
+    def changed(self, layers: int | None, lr: float | None) -> Preset:
+        """The same with another number of blocks or highest learning rate; None keeps it."""
+        sizes = self.sizes if layers is None else replace(self.sizes, layers=layers)
+        return replace(self, sizes=sizes, lr=self.lr if lr is None else lr)
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to fit."""
-        return {"preset": self.name, **asdict(self.sizes)}
+        return {"preset": self.name, "lr": self.lr, **asdict(self.sizes)}
 
 
 PRESETS = {

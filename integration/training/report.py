@@ -38,6 +38,7 @@ def summary(plan: Plan, outcome: Outcome, ranks: int) -> dict[str, Any]:
         "tflops_per_rank": None if ms is None else sizes.flops / ms * 1e-9 / ranks,
         "fused_launches": launches,
         "fused_launches_per_step": launches / ran if ran else None,
+        "precision": plan.job.precision,
         "compared_steps": len(outcome.comparisons),
         "wrong_steps": [c.step for c in outcome.comparisons if not c.right],
     }

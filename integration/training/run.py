@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ from integration.training.linears import KosmosLinears
 from integration.training.trainer import Job, Trainer, reference_trainer, unsharded_trainer
 
 BACKENDS = ("kosmos", "reference")
-PLAIN, EXACT = "plain collectives, BF16", "unsharded, FP32"
+PLAIN = {"bf16": "plain collectives, BF16", "mxfp8": "plain collectives, MXFP8"}
+EXACT = "unsharded, FP32"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Plan:
         job = self.job
         return {
             **job.preset.identity(), "ranks": ranks, "steps": job.steps, "seed": job.seed,
-            "text": job.batches.fingerprint,
+            "text": job.batches.fingerprint, "precision": job.precision,
         }  # fmt: skip
 
 
@@ -80,7 +82,8 @@ class Outcome:
         resumed_at: steps that a checkpoint brought.
         launches: fused launches by kernel since then.
         comparisons: one a step, if asked for.
-        curves: losses of runs by the plain path and in FP32, each with its own weights.
+        curves: losses of runs by the plain path, in BF16 too, and in FP32, each with its own
+            weights.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -126,7 +129,7 @@ def make_trainer(job: Job, backend: str, world: World) -> Iterator[tuple[Trainer
     sizes = job.preset.sizes
     machine = executor_machine() if world.machine == "executor" else None
     with TpSpWorkspace(world, sizes.tokens, sizes.hidden, machine=machine) as workspace:
-        linears = KosmosLinears(workspace)
+        linears = KosmosLinears(workspace, job.precision)
         trainer = Trainer(job, linears, world, torch.bfloat16, world.device)
         yield trainer, workspace.launches
 
@@ -186,11 +189,12 @@ def train(plan: Plan, world: World, watcher: Watcher) -> Outcome:
 
 
 def _curves(job: Job, world: World, watcher: Watcher) -> dict[str, list[float]]:
-    """Losses of whole runs of the plain path and of an unsharded FP32 model."""
+    """Losses of whole runs of the plain path, in BF16 too, and of an unsharded FP32 model."""
+    precisions = dict.fromkeys((job.precision, "bf16"))
     makers: dict[str, Callable[[], Trainer]] = {
-        PLAIN: lambda: reference_trainer(job, world),
-        EXACT: lambda: unsharded_trainer(job, world.device),
+        PLAIN[p]: partial(reference_trainer, replace(job, precision=p), world) for p in precisions
     }
+    makers[EXACT] = lambda: unsharded_trainer(job, world.device)
     curves = {}
     for name, make in makers.items():
         watcher.started(name, 0, job.steps)

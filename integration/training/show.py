@@ -73,7 +73,7 @@ class Screen:
             f"a byte-level Llama of {number(weights)} weights ({s.layers} blocks, hidden "
             f"{s.hidden}, MLP {s.intermediate}, {s.heads} heads, {s.kv_heads} for keys) on "
             f"{number(len(job.batches.text))}B of Python's standard library, {s.batch} x {s.seq} "
-            f"bytes a step, backend {self._plan.backend}"
+            f"bytes a step, backend {self._plan.backend}, {job.precision.upper()}"
         )
 
     def stepped(self, step: Step, comparison: Comparison | None) -> None:
@@ -137,9 +137,10 @@ def closing(summary: dict[str, Any], ranks: int, launches: dict[str, int]) -> li
             f"({summary['fused_launches_per_step']:.3g} a step): {kinds}"
         )
     if summary["compared_steps"]:
-        wrong = summary["wrong_steps"]
+        wrong, precision = summary["wrong_steps"], summary["precision"].upper()
+        right = f"losses and gradients within {precision} tolerance"
         lines.append(
             f"{summary['compared_steps']} steps compared: "
-            + (f"WRONG at steps {wrong}" if wrong else "losses and gradients within BF16 tolerance")
+            + (f"WRONG at steps {wrong}" if wrong else right)
         )
     return lines

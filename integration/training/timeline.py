@@ -67,12 +67,12 @@ def trace_step(job: Job, world: World, machine: Machine | None = None) -> Traced
         world: where fused kernels run.
         machine: for the plans; None takes the world's.
     """
-    job = replace(job, preset=job.preset.with_layers(1))
+    job = replace(job, preset=job.preset.changed(1, None))
     sizes = job.preset.sizes
     with RecordingWorkspace(
         world, sizes.tokens, sizes.hidden, machine=machine, trace_events=EVENTS
     ) as workspace:
-        linears = KosmosLinears(workspace, traced=True)
+        linears = KosmosLinears(workspace, job.precision, traced=True)
         trainer = Trainer(job, linears, world, torch.bfloat16, world.device)
         if world.device.type == "cuda":
             # The first step compiles, which is nothing to look at.

@@ -25,12 +25,14 @@ class Job:
         batches: the data.
         steps: of the whole run.
         seed: of weights and data.
+        precision: of the GEMMs of parallel layers, "bf16" or "mxfp8".
     """
 
     preset: Preset
     batches: Batches
     steps: int
     seed: int
+    precision: str = "bf16"
 
     @property
     def schedule(self) -> Schedule:
@@ -108,8 +110,9 @@ class Trainer:
 
 
 def reference_trainer(job: Job, world: World) -> Trainer:
-    """Plain collectives and GEMMs in BF16."""
-    return Trainer(job, ReferenceLinears(world), world, torch.bfloat16, world.device)
+    """Plain collectives and GEMMs, of operands in the job's precision; the rest is BF16."""
+    made = ReferenceLinears(world, job.precision)
+    return Trainer(job, made, world, torch.bfloat16, world.device)
 
 
 def unsharded_trainer(job: Job, device: torch.device) -> Trainer:

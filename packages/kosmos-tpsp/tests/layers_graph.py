@@ -1,6 +1,6 @@
 """Program for torchrun: a captured training step of two layers, replayed with changing contents.
 
-`torchrun --nproc-per-node=2 layers_graph.py REPLAYS` prints one JSON object from rank 0.
+`torchrun --nproc-per-node=2 layers_graph.py REPLAYS PRECISION` prints one JSON object from rank 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     world = world_of(None)
     device = world.device
-    common = {"max_tokens": TOKENS, "force": True}
+    common = {"max_tokens": TOKENS, "force": True, "precision": sys.argv[2]}
     layers = [ParallelMLP(HIDDEN, INNER, seed=i, **common) for i in range(2)]
     weights = [p for layer in layers for p in layer.parameters()]
     # The second layer's weights have a main_grad.

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from kosmos_tpsp.cli.layer_check import LAYER_TOLERANCE
 
 PROGRAM = Path(__file__).parent / "layers_group.py"
 
@@ -33,8 +32,10 @@ def torchrun(ranks: int, program: Path, *arguments: str) -> str:
 def test_layers_in_a_gloo_group(ranks: int) -> None:
     found = json.loads(torchrun(ranks, PROGRAM, "gloo").splitlines()[-1])
     assert found["world"] == "reference"
-    assert len(found["errors"]) == 12
-    assert {case: e for case, e in found["errors"].items() if not e <= LAYER_TOLERANCE} == {}
+    assert len(found["errors"]) == 14
+    limits = found["limits"]
+    assert {case: e for case, e in found["errors"].items() if not e <= limits[case]} == {}
+    assert found["problems"] == []
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:

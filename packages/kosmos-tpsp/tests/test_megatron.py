@@ -16,7 +16,14 @@ import pytest
 import torch
 from kosmos_core.errors import ArgumentError
 from kosmos_core.worlds import World
-from kosmos_tpsp import TpSpWorkspace, megatron, reference
+from kosmos_tpsp import (
+    LinearCall,
+    TpSpWorkspace,
+    column_parallel_linear,
+    megatron,
+    reference,
+)
+from kosmos_tpsp.cli.layer_check import distance
 from kosmos_tpsp.megatron import parallel_linears
 from torch import nn
 
@@ -135,6 +142,34 @@ def test_one_rank_is_left_to_megatron(
         assert torch.equal(row(x)[0], x @ row.weight.t() + row.bias)
 
     on_cpu(1, host)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mxfp8_takes_the_operators_of_its_own(
+    size: int, stand_in: ModuleType, on_cpu: Callable[..., list[Any]]
+) -> None:
+    """With one rank, too, which in BF16 is Megatron-core's."""
+    pytest.importorskip("kosmos_mx")
+
+    def host(rank: int, world: World) -> None:
+        settings = {"config": config(sequence_parallel=size > 1), "tp_group": world}
+        column, row = (
+            kind(HIDDEN, HIDDEN, **settings) for kind in parallel_linears(TOKENS, precision="mxfp8")
+        )
+        x = torch.randn(TOKENS // size, 1, HIDDEN).bfloat16().requires_grad_()
+        y, _ = row(column(x)[0])
+        assert y.grad_fn is not None
+        y.sum().backward()
+        for layer in (column, row):
+            exact = LinearCall(layer.kosmos_call.workspace)
+            assert layer.kosmos_call.mx is not None
+            assert exact.mx is None
+        plain = column_parallel_linear(x, column.weight, None, exact)
+        quantised = column_parallel_linear(x, column.weight, None, column.kosmos_call)
+        off = distance(quantised, plain)
+        assert 1e-2 < off < 5e-2
+
+    on_cpu(size, host)
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,6 @@ from kosmos_tpsp.ops import mx_linear, mx_weights
 
 DERIVE = MXFP8(column_dy="derive")
 ON = (("precision", "mxfp8"),)
-# Of one layer, and of a pair of them, against the unquantised product in FP64: normal operands are
-# off by 2.6e-2 each in E4M3, so a product by 3.7e-2, and the second of two by 5.3e-2 and more.
-ONE, PAIR = 4.5e-2, 8e-2
-
 CASES = [
     *(MxCase(kind) for kind in ("column", "row")),
     *(MxCase(kind, recipe=MXFP8("floor")) for kind in ("column", "row")),
@@ -169,10 +165,7 @@ def test_against_unquantised_layers(case: LayerCase) -> None:
     torch._dynamo.reset()
     errors = layer_errors(case, reference_world())
     destroy_workspaces(reference_world())
-    limit = ONE if case.kind in ("column", "row") else PAIR
-    biases = {name: e for name, e in errors.items() if name.startswith("db")}
-    assert max(errors.values()) <= limit, errors
-    assert all(e <= limit for e in biases.values())
+    assert max(errors.values()) <= case.tolerance, errors
     assert errors["step 0 use 0 y"] > 2 * LAYER_TOLERANCE
 
 
