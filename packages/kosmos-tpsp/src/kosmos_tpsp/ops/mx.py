@@ -1,6 +1,7 @@
 """MXFP8 operands, which come with the extra `mx`: what operations ask of them, and how they lie.
 
-Nothing else in this package imports kosmos-mx on the host. Without it there are no such operands.
+Without it there are no such operands. Beside this file only the `mx_*.py` of the layers import
+kosmos-mx on the host, and they once a layer asks for MXFP8.
 """
 
 from __future__ import annotations

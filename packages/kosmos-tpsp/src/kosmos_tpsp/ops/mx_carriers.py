@@ -1,24 +1,30 @@
 """What carries the operands of MXFP8 products between ranks: the one place that chooses.
 
 Each function takes the travelling operand as an `MXTensor` and the others as BF16 matrices that
-hold dequantised values. None of today's fused kernels carries MXFP8: the gathers carry the
-dequantised values in BF16, which gives the same products with about twice the bytes, and say so
-once.
+hold dequantised values. Where no kernel carries MXFP8, the values travel in BF16, which gives the
+same products with about twice the bytes; the log says so once, and why.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from kosmos_mx import MXTensor
+from kosmos_mx.formats import GROUP
 
+from kosmos_tpsp import reference
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 LOG = logging.getLogger("kosmos_tpsp")
-_LOGGED: set[str] = set()
+_LOGGED: set[tuple[str, str]] = set()
+UNPADDED = f"its rows are no multiple of {GROUP} elements"
+KEPT = "the gathered values are kept for the weight gradient"
+NOT_FUSED = "its kernel does not take MXFP8"
 
 
 def gather_and_multiply(
@@ -32,8 +38,12 @@ def gather_and_multiply(
         workspace: of the group.
         options: of the call.
     """
-    _carried_in_bf16("ag_gemm", workspace)
-    made = ag_gemm(x.dequantize(), w, workspace, options=options)
+    why = UNPADDED if x.shape[1] % GROUP else KEPT if options.keeps_gathered else ""
+    if why:
+        _carried_in_bf16("ag_gemm", why, workspace)
+        made = ag_gemm(x.dequantize(), w, workspace, options=options)
+    else:
+        made = ag_gemm(x, w, workspace, options=_of_values(options))
     return made if isinstance(made, tuple) else (made, None)
 
 
@@ -53,7 +63,7 @@ def gather_beside(
         workspace: of the group.
         options: of the call.
     """
-    _carried_in_bf16("bulk_ag", workspace)
+    _carried_in_bf16("bulk_ag", NOT_FUSED, workspace)
     return bulk_ag(x.dequantize(), dy, w, workspace, options=options)
 
 
@@ -67,22 +77,20 @@ def gather(x: MXTensor, workspace: TpSpWorkspace) -> torch.Tensor:
         workspace: of the group.
     """
     workspace.check()
-    world = workspace.world
-    data, scales = (
-        world.all_gather_tensor(part.view(torch.uint8)).view(part.dtype)
-        for part in (x.data, x.scales)
-    )
-    rows, features = x.shape
-    # Every rank's groups of rows are its own.
-    segments = x.segments if x.axis == "row" else x.segments * world.size
-    whole = MXTensor(data, scales, x.axis, (rows * world.size, features), segments)
-    return whole.dequantize()
+    values: torch.Tensor = reference.gather(x, workspace.world).dequantize()
+    return values
 
 
-def _carried_in_bf16(op: str, workspace: TpSpWorkspace) -> None:
-    if workspace.world.size > 1 and workspace.world.fused and op not in _LOGGED:
-        _LOGGED.add(op)
-        LOG.warning("%s of MXFP8 operands carries their values in BF16: not fused yet", op)
+@lru_cache(maxsize=64)
+def _of_values(options: AgGemmOptions) -> AgGemmOptions:
+    """The choices of a call whose weight is given as values in BF16."""
+    return replace(options, block_scaled=False)
+
+
+def _carried_in_bf16(op: str, why: str, workspace: TpSpWorkspace) -> None:
+    if workspace.world.size > 1 and workspace.world.fused and (op, why) not in _LOGGED:
+        _LOGGED.add((op, why))
+        LOG.warning("%s carries values of MXFP8 operands in BF16: %s", op, why)
 
 
 __all__ = ["gather", "gather_and_multiply", "gather_beside"]
