@@ -10,7 +10,8 @@ from typing import Any
 
 from integration.training.comparison import Comparison
 from integration.training.presets import VOCABULARY
-from integration.training.run import Outcome, Plan
+from integration.training.report import EDGE, smooth
+from integration.training.run import PLAIN, Outcome, Plan
 
 INK, MUTED, PALE = "#1f4e9c", "#5b6673", "#a9c1e6"
 OTHERS = ("#c8553d", "#2e9e5b", "#8a6bbd")
@@ -18,20 +19,27 @@ SMOOTHED = 5
 
 
 def draw(path: Path, plan: Plan, outcome: Outcome, ranks: int, launches: int) -> None:
-    """Draws losses by step, those of the runs beside it, and the gradients' errors if compared."""
+    """Draws losses by step and those of the runs beside it; if compared, the gradients' errors.
+
+    In another precision than BF16 also how far the losses of all runs are from those in BF16.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     compared = bool(outcome.comparisons)
+    beside = plan.job.precision != "bf16" and PLAIN["bf16"] in outcome.curves
+    more = compared + beside
     figure, axes = plt.subplots(
-        1 + compared, 1, figsize=(10, 5.6 + 2.2 * compared), sharex=True, squeeze=False,
-        layout="constrained", gridspec_kw={"height_ratios": [3, 1.1][: 1 + compared]},
+        1 + more, 1, figsize=(10, 5.6 + 2.2 * more), sharex=True, squeeze=False,
+        layout="constrained", gridspec_kw={"height_ratios": [3, *[1.1] * more]},
     )  # fmt: skip
     _losses(axes[0, 0], plan, outcome)
+    if beside:
+        _apart(axes[1, 0], plan, outcome)
     if compared:
-        _errors(axes[1, 0], outcome.comparisons)
+        _errors(axes[-1, 0], outcome.comparisons)
     axes[-1, 0].set_xlabel("optimizer step")
     sizes = plan.job.preset.sizes
     figure.suptitle(
@@ -58,13 +66,7 @@ def _losses(axis: Any, plan: Plan, outcome: Outcome) -> None:
         color=MUTED,
     )  # fmt: skip
     axis.plot(steps, losses, color=PALE, linewidth=1.2)
-    axis.plot(
-        steps,
-        _smooth(losses),
-        color=INK,
-        linewidth=2.4,
-        label=f"{plan.backend}, {plan.job.precision.upper()}",
-    )
+    axis.plot(steps, _smooth(losses), color=INK, linewidth=2.4, label=_name(plan))
     for (name, curve), colour in zip(outcome.curves.items(), OTHERS, strict=False):
         style = {"color": colour, "linewidth": 1.4, "linestyle": (0, (4, 3))}
         axis.plot(range(1, len(curve) + 1), _smooth(curve), label=name, **style)
@@ -82,6 +84,28 @@ def _losses(axis: Any, plan: Plan, outcome: Outcome) -> None:
     if outcome.curves:
         axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.93))
     _tidy(axis)
+
+
+def _apart(axis: Any, plan: Plan, outcome: Outcome) -> None:
+    """Losses against those in BF16, each a mean over EDGE steps."""
+    bf16 = smooth(outcome.curves[PLAIN["bf16"]])
+    runs = {_name(plan): [s.loss for s in outcome.steps], **outcome.curves}
+    colours = dict(zip(runs, (INK, *OTHERS), strict=False))
+    steps = range(len(outcome.steps) - len(bf16) + 1, len(outcome.steps) + 1)
+    for name, curve in runs.items():
+        if name != PLAIN["bf16"]:
+            difference = [a / b - 1 for a, b in zip(smooth(curve), bf16, strict=True)]
+            style = "-" if name == _name(plan) else (0, (4, 3))
+            axis.plot(steps, difference, color=colours[name], linestyle=style, linewidth=1.6)
+    axis.axhline(0, color=MUTED, linewidth=0.8)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:+.1%}")
+    axis.set_ylabel(f"mean loss of {EDGE}\nsteps against BF16")
+    _tidy(axis)
+
+
+def _name(plan: Plan) -> str:
+    """The run that is looked at."""
+    return f"{plan.backend}, {plan.job.precision.upper()}"
 
 
 def _errors(axis: Any, comparisons: Sequence[Comparison]) -> None:

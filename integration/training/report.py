@@ -44,13 +44,14 @@ def summary(plan: Plan, outcome: Outcome, ranks: int) -> dict[str, Any]:
     }
 
 
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over EDGE values, or all where there are fewer."""
+    width = min(EDGE, len(values))
+    return [statistics.fmean(values[i - width : i]) for i in range(width, len(values) + 1)]
+
+
 def drift(losses: Sequence[float], curve: Sequence[float]) -> float:
     """Largest relative difference between two runs' losses, each a mean over EDGE steps."""
-
-    def smooth(values: Sequence[float]) -> list[float]:
-        width = min(EDGE, len(values))
-        return [statistics.fmean(values[i - width : i]) for i in range(width, len(values) + 1)]
-
     return max(abs(a - b) / b for a, b in zip(smooth(losses), smooth(curve), strict=True))
 
 

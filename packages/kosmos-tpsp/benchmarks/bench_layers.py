@@ -1,10 +1,12 @@
 """MLP and attention layers, forward and whole step, against NCCL and cuBLAS and torch's async-TP.
 
     python bench_layers.py [--layers mlp,attention] [--models 8B,70B] [--tokens 8192,16384]
-        [--json FILE]
+        [--mxfp8] [--json FILE]
 
 Runs on every GPU of this machine unless torchrun has started it. A step is forward and backward
-with the gradients of the input and of all weights. The exit status is 1 if a result is wrong.
+with the gradients of the input and of all weights. With --mxfp8 the layers in MXFP8 are measured,
+too, both ways of taking dY; their steps quantise the weights, their forwards find them quantised.
+The exit status is 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from kosmos_core.testing.bench import (
 )
 from kosmos_core.worlds import World
 from kosmos_tpsp import (
+    MXFP8,
     ColumnParallelLinear,
+    LinearCall,
     ParallelAttention,
     ParallelMLP,
     RowParallelLinear,
@@ -41,7 +45,7 @@ from kosmos_tpsp import (
 from kosmos_tpsp.bench.report import console
 from kosmos_tpsp.bench.rivals import RIVALS, with_rivals
 from kosmos_tpsp.bench.session import process_group
-from kosmos_tpsp.cli.layer_check import LAYER_TOLERANCE, distance
+from kosmos_tpsp.cli.layer_check import LAYER_TOLERANCE, MX_TOLERANCE, distance, linears
 from kosmos_tpsp.cli.relaunch import under_torchrun
 from kosmos_tpsp.sharing import world_of
 from rich.table import Table
@@ -51,6 +55,7 @@ from torch import nn
 MODELS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8), "405B": (16384, 53248, 128, 8)}
 LAYERS = ("mlp", "attention")
 OWN = "kosmos"
+QUANTISED = {"mxfp8": MXFP8(), "mxfp8 derived": MXFP8(column_dy="derive")}
 # Small enough that the host, not the GPU, sets the pace.
 HOST_TOKENS, HOST_FEATURES = 512, 1024
 HOST_CALLS = 200
@@ -67,8 +72,16 @@ def build(kind: str, model: str, tokens: int, world: World) -> nn.Module:
     return ParallelAttention(hidden, heads, num_kv_heads=kv_heads, **common)
 
 
+def in_mxfp8(layer: nn.Module, recipe: MXFP8) -> nn.Module:
+    """The same layer with the same weights in MXFP8."""
+    for part in linears(layer):
+        part.call = LinearCall(part.call.workspace, force=True, precision=recipe)
+    return layer
+
+
 def calls(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """What is timed of a layer."""
+    quantised = [part.call.mx for part in linears(layer) if part.call.mx is not None]
     wanted = (x, *layer.parameters())
 
     def forward() -> torch.Tensor:
@@ -76,6 +89,8 @@ def calls(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Call
             return layer(x)  # type: ignore[no-any-return]
 
     def step() -> tuple[torch.Tensor, ...]:
+        if quantised:
+            quantised[0].weights_changed()
         y = layer(x)
         return (y.detach(), *torch.autograd.grad(y, wanted, dy))
 
@@ -109,6 +124,9 @@ def bench_case(
             unavailable[name] = problems[0]
         else:
             contenders[name] = mine
+    if settings.mxfp8:
+        for name, recipe in QUANTISED.items():
+            contenders[name] = calls(in_mxfp8(copy.deepcopy(layer), recipe), x, dy)
     errors = [apart(contenders)]
     timings = {}
     for what in ("forward", "step"):
@@ -117,10 +135,13 @@ def bench_case(
             EventTimer(world), rounds=settings.rounds, calls=settings.calls,
         )  # fmt: skip
     errors.append(apart(contenders))
-    found = max(world.all_gather_object(max(errors)))
+    every = [error for of in world.all_gather_object(errors) for error in of]
+    found = {name: max(error[name] for error in every) for name in contenders}
+    limits = {name: MX_TOLERANCE[kind] if name in QUANTISED else LAYER_TOLERANCE for name in found}
     row: dict[str, Any] = {
         "layer": kind, "model": model, "tokens": tokens, "ranks": world.size,
-        "unavailable": unavailable, "error": found, "correct": found <= LAYER_TOLERANCE,
+        "unavailable": unavailable, "error": max(found.values()), "errors": found,
+        "correct": all(found[name] <= limits[name] for name in found),
     }  # fmt: skip
     for what, times in timings.items():
         own = times[OWN].median_ms
@@ -131,11 +152,13 @@ def bench_case(
     return row
 
 
-def apart(contenders: dict[str, dict[str, Callable[[], Any]]]) -> float:
-    """Largest relative difference of a contender's results from the plain path's."""
+def apart(contenders: dict[str, dict[str, Callable[[], Any]]]) -> dict[str, float]:
+    """Largest relative difference of each contender's results from the plain path's."""
     wanted = contenders["plain"]["step"]()
-    results = (of["step"]() for of in contenders.values())
-    return max(distance(a, b) for made in results for a, b in zip(made, wanted, strict=True))
+    return {
+        name: max(distance(a, b) for a, b in zip(of["step"](), wanted, strict=True))
+        for name, of in contenders.items()
+    }
 
 
 def host_cost(world: World) -> dict[str, float]:
@@ -168,14 +191,15 @@ def host_cost(world: World) -> dict[str, float]:
 
 def show(report: dict[str, Any]) -> None:
     """Prints a table and the host's cost."""
-    table = Table(title=f"layers, bf16, {report['machine']['ranks']} ranks: ms (speed-up of {OWN})")
+    table = Table(title=f"layers, {report['machine']['ranks']} ranks: ms (speed-up of {OWN}, bf16)")
     table.add_column("layer")
-    for name in (OWN, *RIVALS):
+    names = (OWN, *report["geomean"]["step"])
+    for name in names:
         for what in ("forward", "step"):
             table.add_column(f"{name} {what}", justify="right")
     for row in report["rows"]:
         cells = [f"{row['model']} {row['layer']} {row['tokens']}"]
-        for name in (OWN, *RIVALS):
+        for name in names:
             for what in ("forward", "step"):
                 timing = row[what]["ms"].get(name)
                 ratio = row[what]["speedup"].get(name)
@@ -202,6 +226,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", default="8192,16384", help="over all ranks, of one call")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=25)
+    parser.add_argument("--mxfp8", action="store_true", help="measure the layers in MXFP8, too")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.layers, given.models = given.layers.split(","), given.models.split(",")
@@ -226,6 +251,7 @@ def main() -> int:
                     rows.append(row)
                     if world.rank == 0:
                         print(f"{kind} {model} {tokens}: error {row['error']:.1e}", file=sys.stderr)
+        others = (*RIVALS, *QUANTISED) if given.mxfp8 else tuple(RIVALS)
         report = {
             "schema": 1,
             "benchmark": "layers",
@@ -233,7 +259,7 @@ def main() -> int:
             "settings": {"rounds": given.rounds, "calls": given.calls, "sequence": SEQUENCE},
             "host_us": host_cost(world),
             "geomean": {
-                what: {n: geomean(r[what]["speedup"].get(n) for r in rows) for n in RIVALS}
+                what: {n: geomean(r[what]["speedup"].get(n) for r in rows) for n in others}
                 for what in ("forward", "step")
             },
             "rows": rows,
