@@ -15,6 +15,7 @@ pytest.importorskip("kosmos_mx")
 from kosmos_core.errors import ArgumentError, PeerError
 from kosmos_core.executor import Random
 from kosmos_core.worlds import World, cpu_world, reference_world
+from kosmos_mx import MXTensor
 from kosmos_tpsp import (
     MXFP8,
     ColumnParallelLinear,
@@ -27,7 +28,9 @@ from kosmos_tpsp import (
 )
 from kosmos_tpsp.cli.layer_check import LAYER_TOLERANCE, LayerCase, layer_errors
 from kosmos_tpsp.cli.mx_layer_check import MxCase, mx_layer_problems
-from kosmos_tpsp.ops import mx_linear, mx_weights
+from kosmos_tpsp.ops import mx_carriers, mx_linear, mx_weights
+from kosmos_tpsp.ops.ag_gemm import ag_gemm
+from torch.utils.checkpoint import checkpoint
 
 DERIVE = MXFP8(column_dy="derive")
 ON = (("precision", "mxfp8"),)
@@ -133,6 +136,38 @@ def test_the_comparison_catches(
         assert caught in problems(world, case, steps=2)
 
 
+@pytest.mark.parametrize(
+    ("case", "carried"),
+    [
+        (MxCase("column"), [MXTensor]),
+        (MxCase("row"), [MXTensor]),
+        (MxCase("row", recipe=DERIVE), [torch.Tensor]),
+        (MxCase("column", inputs=72), [torch.Tensor]),
+    ],
+    ids=str,
+)
+def test_what_ag_gemm_carries(
+    case: MxCase,
+    carried: list[type],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[type] = []
+
+    def watched(x: Any, *rest: Any, **choices: Any) -> Any:
+        seen.append(type(x))
+        return ag_gemm(x, *rest, **choices)
+
+    monkeypatch.setattr(mx_carriers, "ag_gemm", watched)
+    monkeypatch.setattr(mx_carriers, "_LOGGED", set())
+    with cpu_world(2) as world, caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert problems(world, case) == {}
+    assert seen == carried * 4
+    told = [r.message for r in caplog.records if r.message.startswith("ag_gemm carries values")]
+    assert len(told) == (carried == [torch.Tensor])
+
+
 def test_the_two_copies_of_dy_are_not_the_same() -> None:
     """Either way is told from the other by the comparison, which holds each to its own promise."""
     case = MxCase("row")
@@ -195,7 +230,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]
 UP, DOWN = ("both", (192, 64)), ("both", (64, 96))
 
 
-def step(mlp: torch.nn.Module, calls: int = 1) -> torch.Tensor:
+def step(mlp: Callable[[torch.Tensor], torch.Tensor], calls: int = 1) -> torch.Tensor:
     y = sum(mlp(torch.randn(32, 64).bfloat16()) for _ in range(calls))
     assert isinstance(y, torch.Tensor)
     y.sum().backward()
@@ -211,6 +246,39 @@ def test_weights_are_quantised_once_a_step(counted: list[Any]) -> None:
         assert counted == [UP, DOWN]
         counted.clear()
         optimizer.step()
+
+
+def test_compiled_and_checkpointed_steps_quantise_as_often(counted: list[Any]) -> None:
+    torch._dynamo.reset()
+    mlp = ParallelMLP(64, 96, group=reference_world(), max_tokens=32, precision="mxfp8")
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        step(compiled)
+        assert counted == [UP, DOWN]
+        step(lambda x: checkpoint(mlp, x, use_reentrant=False))
+        assert counted == [UP, DOWN]
+        counted.clear()
+        mx_weights.weights_changed()
+    # A recomputed forward is told by autograd only then that there will be a backward.
+    step(lambda x: checkpoint(mlp, x.requires_grad_(), use_reentrant=True))
+    axes = [axis for axis, _ in counted]
+    assert axes == ["row", "row", "col", "col"]
+
+
+def test_one_compiled_graph_takes_any_number_of_tokens() -> None:
+    torch._dynamo.reset()
+    mlp = ParallelMLP(64, 96, group=reference_world(), max_tokens=64, precision="mxfp8")
+    seen: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append(len(inputs))
+        return graph.forward
+
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (32, 64, 20):
+        x = torch.randn(rows, 64).bfloat16()
+        assert torch.equal(compiled(x), mlp(x))
+    assert len(seen) == 1
 
 
 def change(weight: torch.Tensor) -> None:
@@ -307,10 +375,11 @@ def test_what_a_forward_keeps_is_in_8_bits() -> None:
     assert sorted(t.nbytes for t in activations) == [64 * 64 // 32, 64 * 64]
 
 
+@pytest.mark.parametrize("tokens", [64, 40])
 @pytest.mark.parametrize("op", ["mx_column_linear", "mx_row_linear"])
-def test_operators_pass_the_checks_of_torch(op: str) -> None:
-    call = LinearCall(TpSpWorkspace(reference_world(), 32, 96), precision="mxfp8")
-    x = torch.randn(32, 64).bfloat16().requires_grad_()
+def test_operators_pass_the_checks_of_torch(op: str, tokens: int) -> None:
+    call = LinearCall(TpSpWorkspace(reference_world(), 64, 96), precision="mxfp8")
+    x = torch.randn(tokens, 64).bfloat16().requires_grad_()
     w = torch.randn(96, 64).bfloat16().requires_grad_()
     arguments = (x, w, call.handle, True)
     checked = torch.library.opcheck(getattr(torch.ops.kosmos, op), arguments)
