@@ -101,7 +101,7 @@ def stale(w: torch.Tensor, *rest: Any, **choices: Any) -> Any:
     """Copies that are never made anew."""
     known = mx_weights._KEPT.get(w)
     if known is not None:
-        now = (w.data_ptr(), w._version, mx_weights._epoch, known.state[-1])
+        now = (w.data_ptr(), w._version, mx_weights._epoch, *known.state[-2:])
         mx_weights._KEPT[w] = replace(known, state=now)
     return weight_copies(w, *rest, **choices)
 

@@ -222,6 +222,7 @@ class ParallelLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, ranks={self.world_size}"
+            + (", precision=mxfp8" if self.call.mx is not None else "")
         )
 
 

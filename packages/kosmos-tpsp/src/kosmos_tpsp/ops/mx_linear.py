@@ -210,12 +210,11 @@ def _quantised(
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call(op, t, w)):
         validate.check_matrix(name, t, workspace.world.device)
         validate.check_matrix("w", w, workspace.world.device)
-    if not any(wanted):
-        return None, None
-    axis = "both" if all(wanted) else "row" if wanted[0] else "col"
-    made = quantize(
-        validate.dense(t), axis, _recipe(options).scale_rounding, segments=max(1, segment)
-    )
+        if not any(wanted):
+            return None, None
+        axis = "both" if all(wanted) else "row" if wanted[0] else "col"
+        rounding = _recipe(options).scale_rounding
+        made = quantize(validate.dense(t), axis, rounding, segments=max(1, segment))
     if axis == "both":
         return made[0], made[1]
     return (made, None) if axis == "row" else (None, made)

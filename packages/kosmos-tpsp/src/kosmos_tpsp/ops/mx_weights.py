@@ -1,8 +1,8 @@
 """Weights as MXFP8 GEMMs take them: quantised once for as long as they stay what they are.
 
-A copy holds good while its tensor lies where it lay, its version counter stands where it stood, and
-no optimizer has made a step. The counter alone would not do: `weight.data.copy_()`, by which
-distributed optimizers hand out new weights, leaves it as it is.
+A copy holds good while its tensor lies where it lay, its version counter stands where it stood, no
+optimizer has made a step, and it is read on the stream that made it. The counter alone would not
+do: `weight.data.copy_()`, by which distributed optimizers hand out new weights, leaves it as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS, COLUMNS = "row", "col"
 class _Kept:
     """Copies of one weight, and the state of it that they are of."""
 
-    state: tuple[int, int, int, str]
+    state: tuple[int, int, int, int, str]
     copies: dict[str, torch.Tensor]
 
 
@@ -68,7 +68,9 @@ def weight_copies(
     if not lasting or w.is_inference():
         made = _make(w, axes, scale_rounding)
         return [made[axis] for axis in axes]
-    state = (w.data_ptr(), w._version, _epoch, scale_rounding)
+    # On another stream they might not be made yet, or their memory be used again too early.
+    stream = torch.cuda.current_stream(w.device).cuda_stream if w.is_cuda else 0
+    state = (w.data_ptr(), w._version, _epoch, stream, scale_rounding)
     kept = _KEPT.get(w)
     if kept is None or kept.state != state:
         kept = _KEPT[w] = _Kept(state, {})
