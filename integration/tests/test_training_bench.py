@@ -15,11 +15,19 @@ from kosmos_core.worlds import World, group_world
 from kosmos_tpsp.bench import rivals
 from kosmos_tpsp.bench.session import process_group
 
-from integration.training import bench
-from integration.training.bench import OWN, Result, main, measure, report_of, table_of
+from integration.training.bench import (
+    LIMITS,
+    OWN,
+    QUANTISED,
+    Result,
+    main,
+    measure,
+    report_of,
+    table_of,
+)
 from integration.training.trainer import Job
 
-MS = {"plain": 3.0, "overlapped": 2.5, OWN: 2.0}
+MS = {"plain": 3.0, "overlapped": 2.5, OWN: 2.0, QUANTISED: 1.6}
 
 
 class Clock:
@@ -39,9 +47,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield group_world()
 
 
-def run(job: Job, world: World) -> Result:
+def run(job: Job, world: World, **choices: Any) -> Result:
     group: Any = dist.group.WORLD
-    return measure(job, world, group, Clock(), rounds=1, calls=2, warmup=0)
+    return measure(job, world, group, Clock(), rounds=1, calls=2, warmup=0, **choices)
 
 
 def test_rivals_have_the_losses_and_gradients_of_the_plain_path(
@@ -62,6 +70,19 @@ def test_rivals_have_the_losses_and_gradients_of_the_plain_path(
     assert table_of(result, 1).row_count == 3
 
 
+def test_mxfp8_is_measured_where_it_is_asked_for(
+    world: World, make_job: Callable[..., Job]
+) -> None:
+    result = run(make_job(), world, mxfp8=True)
+    assert list(result.timings) == ["plain", "overlapped", QUANTISED, OWN]
+    assert result.speedup(QUANTISED) == 0.8
+    assert result.wrong == []
+    # By far more than two paths in BF16 may be: another limit is its own.
+    assert LIMITS[1] / 2 < result.apart[QUANTISED][1]
+    assert replace(result, apart={QUANTISED: (0.0, 0.2)}).wrong == [QUANTISED]
+    assert replace(result, apart={OWN: (0.0, 0.05)}).wrong == [OWN]
+
+
 def test_a_wrong_rival_is_found(
     world: World, make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,4 +101,3 @@ def test_it_needs_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         pytest.skip("there are enough")
     assert main(["--gpus", "8", "--json", str(tmp_path / "x.json")]) == 2
     assert "gpus: fewer are visible" in capsys.readouterr().err
-    assert bench.GRADIENT_LIMIT < 1
