@@ -39,6 +39,8 @@ CONSTRAINTS = ("--constraint", str(ROOT / "constraints.txt"))
 # put in by itself and not by constraint, before the rest so that builds of torch that demand none
 # keep it, and again after the rest.
 TRITON = ("--no-deps", "triton==3.6.0")
+# The newest that packages accept; the session `newest_triton` shows that kernels work with it.
+NEWEST_TRITON = "triton==3.9.*"
 ENV_PYTHON = str(ROOT / ".nox" / "env" / "bin" / "python")
 # What stays for sessions of its own.
 CPU_TESTS = "not (gpu or multi_gpu or slow or compile)"
@@ -161,6 +163,24 @@ def compile(session: nox.Session) -> None:
     """
     # One test at a time: each compiles two cases at a time.
     run_pytest(session, "-m", "compile and not slow", "packages")
+
+
+@nox.session(reuse_venv=True, requires=["env"])
+def newest_triton(session: nox.Session) -> None:
+    """Run executor, device functions and compile guard on the newest triton that is supported."""
+    session.install("--no-deps", NEWEST_TRITON)
+    # All else is what the shared environment holds, found after what is installed here.
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    shared = str(session.run(ENV_PYTHON, "-c", code, external=True, silent=True)).strip()
+    own = str(session.run("python", "-c", code, silent=True)).strip()
+    Path(own, "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+    core, tpsp = "packages/kosmos-core/tests", "packages/kosmos-tpsp/tests"
+    pytest = ("python", "-m", "pytest", "--timeout=900", *session.posargs)
+    env = {**ONE_THREAD, "PYTHONPATH": None}
+    kernels = (f"{core}/executor", f"{core}/device", f"{tpsp}/ops/test_ag_gemm.py")
+    session.run(*pytest, "-m", CPU_TESTS, *kernels, env=env)
+    guard = (f"{core}/testing", f"{core}/test_measure.py", f"{tpsp}/test_compile_cases.py")
+    session.run(*pytest, "-m", "compile and not slow", *guard, env=env)
 
 
 @nox.session(venv_backend="none", requires=["env"])

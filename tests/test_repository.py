@@ -78,6 +78,22 @@ def test_no_dependency_names_a_sibling_without_the_pin(folder: Path) -> None:
         assert siblings(argument) == [*dict.fromkeys([*needed, *more]), folder.name]
 
 
+def test_the_newest_triton_that_packages_accept_is_the_one_that_is_tried() -> None:
+    text = (ROOT / "noxfile.py").read_text()
+    found = re.findall(r'^NEWEST_TRITON = "triton==(\d+)\.(\d+)\.\*"$', text, re.MULTILINE)
+    [(major, minor)] = [(int(a), int(b)) for a, b in found]
+    accepted = set()
+    for folder in FOLDERS:
+        settings = pyproject(folder)
+        hook = settings["tool"]["hatch"].get("metadata", {}).get("hooks", {}).get("custom", {})
+        needs = [*settings["project"].get("dependencies", []), *hook.get("third-party", [])]
+        accepted |= {r.specifier for r in map(Requirement, needs) if r.name == "triton"}
+    assert len(accepted) == 1
+    [specifier] = accepted
+    assert specifier.contains(f"{major}.{minor}.0")
+    assert not specifier.contains(f"{major}.{minor + 1}.0")
+
+
 def test_version_and_pins_follow_the_one_file_through_sdist_and_wheel(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "packages", tmp_path / "packages")
     (tmp_path / "VERSION").write_text("7.8.9+kosmos\n")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl
+from kosmos_core.device.gemm import store_splits
 from kosmos_core.device.layout import Context
 from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_core.workspace import control_sizes
 from kosmos_heuristics import Machine
 from kosmos_heuristics.tiles import choose_copy_depth, copy_step_bytes
-
-from kosmos_tpsp.device.config import store_splits
 
 CONTEXT_POINTERS = ("table_ptr", "control_ptr", "status_ptr", "trace_ptr")
 # Marks a case whose row sizes are multiples of 8, not 16: triton specialises them on 16.

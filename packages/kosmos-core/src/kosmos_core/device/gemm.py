@@ -115,6 +115,15 @@ def rounded(acc, POLLED: tl.constexpr):
         return acc.to(tl.bfloat16)
 
 
+def store_splits(block_n: int, element_bytes: int = 2) -> int:
+    """Column parts in which a tile is stored.
+
+    A tile is written out while the next one is computed, so its staging stands beside the buffers
+    of the pipeline. Wider than 256 bytes it does not fit there whole.
+    """
+    return max(1, block_n * element_bytes // 256)
+
+
 @triton.jit
 def store_accumulator(
     c_view,

@@ -89,6 +89,7 @@ def gemm_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP_M: tl.constexpr,
+    STORE_SPLITS: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """C [m, n] = A [m, k] times B [n, k] transposed, all bf16: builders that claim tiles.
@@ -98,7 +99,7 @@ def gemm_kernel(
     grid = Grid(m, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N))
     a_view = matrix_view(a_ptr, 1, m, k, BLOCK_M, BLOCK_K, TARGET)
     b_view = matrix_view(b_ptr, 1, n, k, BLOCK_N, BLOCK_K, TARGET)
-    c_view = matrix_view(c_ptr, 1, m, n, BLOCK_M, BLOCK_N, TARGET)
+    c_view = matrix_view(c_ptr, 1, m, n, BLOCK_M, BLOCK_N // STORE_SPLITS, TARGET)
     tiles = num_gathered_tiles(grid, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M)
     index = queue_claim(head_ptr)
     while index < tiles:
@@ -109,7 +110,7 @@ def gemm_kernel(
             a_view, b_view, 0, row, col, 0, k, 0.0, TN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True,
             True, True, TARGET,
         )  # fmt: skip
-        store_accumulator(c_view, 0, row, col, acc, BLOCK_M, BLOCK_N, 1, TARGET)
+        store_accumulator(c_view, 0, row, col, acc, BLOCK_M, BLOCK_N, STORE_SPLITS, TARGET)
         index = queue_claim(head_ptr)
 
 

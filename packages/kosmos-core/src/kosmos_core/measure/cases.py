@@ -6,6 +6,7 @@ from typing import Any
 
 import triton.language as tl
 
+from kosmos_core.device.gemm import store_splits
 from kosmos_core.device.layout import Context
 from kosmos_core.device.target import AMD, NVIDIA
 from kosmos_core.kernels import measure as kernels
@@ -67,6 +68,7 @@ def _cases(target: str) -> list[CompileCase]:
                 "BLOCK_K": tile.block_k,
                 "STAGES": tile.num_stages,
                 "GROUP_M": GROUP_M,
+                "STORE_SPLITS": store_splits(tile.block_n),
                 "TARGET": vendor,
             },
             divisible_by_16=("a_ptr", "b_ptr", "c_ptr", "head_ptr", "n", "k"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kosmos_core.device.gemm import store_splits
 from kosmos_core.kernels.measure import gemm_kernel
 from kosmos_core.measure.budget import GEMM_TILES, GROUP_M, Budget
 from kosmos_core.measure.timing import Timer, agree, figures
@@ -60,7 +61,8 @@ class GemmBench:
         t = self.tile
         args = (
             self.a, self.b, self.c, self.heads[32 * queue :], m, self.n, self.k,
-            t.block_m, t.block_n, t.block_k, t.num_stages, GROUP_M, self.world.target,
+            t.block_m, t.block_n, t.block_k, t.num_stages, GROUP_M, store_splits(t.block_n),
+            self.world.target,
         )  # fmt: skip
         key = ("gemm", self.n, self.k, t)
         self.world.launch(

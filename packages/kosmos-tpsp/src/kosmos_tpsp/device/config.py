@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import triton.language as tl
+from kosmos_core.device.gemm import store_splits
 from kosmos_core.device.target import AMD
 
 PULL = tl.constexpr(0)
@@ -232,15 +233,6 @@ class GradientOperands(NamedTuple):
     right_ptr: tl.tensor
     gradient_ptr: tl.tensor
     partial_ptr: tl.tensor
-
-
-def store_splits(block_n: int, element_bytes: int = 2) -> int:
-    """Column parts in which a tile is stored.
-
-    A tile is written out while the next one is computed, so its staging stands beside the buffers
-    of the pipeline. Wider than 256 bytes it does not fit there whole.
-    """
-    return max(1, block_n * element_bytes // 256)
 
 
 def gradient_splits(block_n: int, adds: bool, target: int) -> int:

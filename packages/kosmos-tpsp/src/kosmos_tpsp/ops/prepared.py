@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from kosmos_core.arguments import TellingPeers, agreed_hash, chosen_options
 from kosmos_core.device import roles
+from kosmos_core.device.gemm import store_splits
 from kosmos_core.errors import ArgumentError, WorkspaceError
 from kosmos_core.launch import intern_key
 from kosmos_heuristics import HeuristicsError, Machine, can_fuse
@@ -178,7 +179,7 @@ def shared_constants(problem: Any, plan: Any) -> dict[str, tl.constexpr]:
         "CLAIM_RUN": tl.constexpr(plan.claim_run),
         "XCDS": tl.constexpr(plan.num_xcds if plan.xcd_bucketing else 1),
         "XCD_RUN": tl.constexpr(XCD_RUN),
-        "STORE_SPLITS": tl.constexpr(codes.store_splits(plan.block_n)),
+        "STORE_SPLITS": tl.constexpr(store_splits(plan.block_n)),
         "EVEN_K": tl.constexpr(int(problem.k % plan.block_k == 0)),
         "EVEN_N": tl.constexpr(int(problem.n % plan.block_n == 0)),
     }
