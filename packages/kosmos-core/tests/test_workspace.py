@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from kosmos_core.errors import (
     PeerTimeoutError,
     WorkspaceError,
 )
-from kosmos_core.peer_errors import FAULT_REASONS
+from kosmos_core.peer_errors import EXCEPTION, FAULT_REASONS, LAUNCH
 from kosmos_core.testing.checked import run_checked
 from kosmos_core.workspace import (
     Region,
@@ -335,7 +337,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_bound() -> None:
             assert 0.25 < took < 4
 
 
-@pytest.mark.parametrize("reason", [r for r, name in FAULT_REASONS.items() if name != "exception"])
+@pytest.mark.parametrize("reason", sorted(FAULT_REASONS.keys() - {EXCEPTION, LAUNCH}))
 def test_a_fault_tells_the_peers_its_reason(reason: int) -> None:
     def host(rank: int, world: World) -> KosmosError:
         workspace = Workspace(world, REGIONS, 4)
@@ -348,6 +350,18 @@ def test_a_fault_tells_the_peers_its_reason(reason: int) -> None:
         assert type(error) is PeerFaultError
         assert (error.rank, error.raised_by) == (rank, 0)
         assert f"rank 0 refused its call before launch: bad {FAULT_REASONS[reason]}" in str(error)
+
+
+def test_copies_of_a_workspace_are_itself_and_it_is_not_pickled() -> None:
+    def host(rank: int, world: World) -> None:
+        workspace = Workspace(world, REGIONS, 4)
+        assert copy.copy(workspace) is workspace
+        assert copy.deepcopy([workspace]) == [workspace]
+        with pytest.raises(TypeError, match=r"Workspace: got pickled.*state_dict"):
+            pickle.dumps(workspace)
+        workspace.destroy()
+
+    run_checked(2, host)
 
 
 def test_errors_are_sticky_until_the_reset() -> None:

@@ -150,7 +150,7 @@ def test_an_exception_comes_through_where_nobody_can_be_told(
         return workspace.destroyed
 
     assert run_checked(2, host) == [True, True]
-    assert "cannot tell its peers that it leaves: the device is lost" in caplog.text
+    assert "cannot tell its peers of an exception: the device is lost" in caplog.text
 
 
 def test_a_rank_that_never_leaves_is_named() -> None:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from kosmos_core.errors import WorldError
+from kosmos_core.workspace import Workspace
 from kosmos_core.worlds import (
     World,
     cpu_world,
@@ -108,6 +109,16 @@ def test_closing_twice_is_closing_once_and_another_world_may_follow() -> None:
     world.close()
     with cpu_world(3) as again:
         assert again.size == 3
+
+
+def test_ranks_exist_only_inside_spmd_and_while_the_world_is_open() -> None:
+    with cpu_world(2) as world:
+        spaces = world.spmd(lambda rank: Workspace(world, (), 1))
+        with pytest.raises(WorldError, match="only inside world"):
+            spaces[0].agree("outside", 1)
+    assert not world.is_running()
+    with cpu_world(2) as other, pytest.raises(WorldError, match="world: it is closed"):
+        other.spmd(lambda rank: spaces[rank].agree("elsewhere", 1))
 
 
 def test_an_exception_of_one_rank_comes_out_with_its_rank() -> None:

@@ -32,10 +32,26 @@ def reject(code: int, message: str) -> Rejected:
     return Rejected(code, ArgumentError(message))
 
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+# Tensors whose elements lie in memory of their own; others are looked at more closely.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def check_tensor(name: str, t: object) -> None:
-    """A tensor, and not what merely looks like one."""
+    """A tensor with memory of its own, and not what merely looks like one."""
     if not isinstance(t, torch.Tensor):
         raise reject(ARGUMENT, f"{name}: got {type(t).__name__}, wanted a torch.Tensor")
+    if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _NO_DISPATCH:
+        raise reject(
+            ARGUMENT,
+            f"{name}: got {type(t).__name__}, whose elements are held by other tensors, wanted a "
+            "plain tensor; pass the one it holds, such as to_local() of a DTensor",
+        )
+    if t.layout is not torch.strided or t.is_nested:
+        kind = "a nested tensor" if t.is_nested else str(t.layout)
+        raise reject(
+            ARGUMENT, f"{name}: got {kind}, wanted a dense tensor; to_dense() or pad it first"
+        )
 
 
 def check_choice(

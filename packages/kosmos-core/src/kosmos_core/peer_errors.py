@@ -18,6 +18,9 @@ from kosmos_core.errors import (
 MASK32 = 0xFFFFFFFF
 # By which ranks that destroy a workspace know one another from those that make a call.
 LEAVE_HASH = 0x6C656176
+# What became of the outputs: kernels leave early, the reference path does not begin.
+OUTPUTS_NAN = "Outputs of this and later calls are NaN"
+NOTHING_COMPUTED = "Nothing was computed and no output written"
 
 # Reasons of a local fault, as they travel to the peers.
 FAULT_REASONS = {
@@ -29,8 +32,10 @@ FAULT_REASONS = {
     6: "cap",
     7: "argument",
     8: "exception",
+    9: "launch",
 }
 EXCEPTION = 8
+LAUNCH = 9
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ def peer_error(word: int, signal: torch.Tensor, reader: Reader) -> PeerError:
 def host_error(calls: Sequence[tuple[int, int]], reader: Reader) -> PeerError | None:
     """The exception where ranks compare their calls on the host; None if all make the same one.
 
+    They do so before they compute anything, so that no output is touched.
+
     Args:
         calls: (hash, 0) of each rank's call, or (anything, key of `FAULT_REASONS`) where it refused
             its call.
@@ -98,7 +105,7 @@ def host_error(calls: Sequence[tuple[int, int]], reader: Reader) -> PeerError | 
         if reason:
             return _error(
                 PeerFaultError, _refusal(rank, reason), reader, rank, rank, phase, start, rank,
-                reason, 0,
+                reason, 0, NOTHING_COMPUTED,
             )  # fmt: skip
     mine = calls[reader.rank][0]
     others = [rank for rank, (theirs, _) in enumerate(calls) if theirs != mine]
@@ -110,13 +117,16 @@ def host_error(calls: Sequence[tuple[int, int]], reader: Reader) -> PeerError | 
     )
     seen = calls[others[0]][0]
     return _error(
-        PeerMismatchError, text, reader, reader.rank, others[0], phase, start, others[0], seen, mine
-    )
+        PeerMismatchError, text, reader, reader.rank, others[0], phase, start, others[0], seen,
+        mine, NOTHING_COMPUTED,
+    )  # fmt: skip
 
 
 def _refusal(rank: int, reason: int) -> str:
     if reason == EXCEPTION:
         return f"rank {rank} left the workspace by an exception"
+    if reason == LAUNCH:
+        return f"rank {rank} could not launch its call"
     return (
         f"rank {rank} refused its call before launch: bad {FAULT_REASONS.get(reason, 'argument')}"
     )
@@ -133,11 +143,12 @@ def _error(
     index: int,
     seen: int,
     wanted: int,
+    outputs: str = OUTPUTS_NAN,
 ) -> PeerError:
     end = (
         "The workspace is destroyed; outputs of its last calls may be NaN"
         if reader.leaving
-        else "Outputs of this and later calls are NaN; call reset() on every rank to go on"
+        else f"{outputs}; call reset() on every rank to go on"
     )
     message = f"rank {reader.rank} of {reader.size}, last call {reader.op}: {text}. {end}"
     return kind(

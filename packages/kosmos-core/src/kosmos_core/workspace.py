@@ -19,6 +19,7 @@ from kosmos_core.device.layout import Context
 from kosmos_core.errors import PeerError, WorkspaceError
 from kosmos_core.peer_errors import (
     EXCEPTION,
+    LAUNCH,
     LEAVE_HASH,
     MASK32,
     Reader,
@@ -54,7 +55,8 @@ class Workspace:
         regions: the op family's regions.
         max_tile_rows: tile rows a source may have.
         timeout_s: bound of every wait, in seconds of device time.
-        trace_events: events a workgroup may record in traced calls; 0 allocates no trace buffer.
+        trace_events: events a workgroup may record in all traced calls together, until
+            `trace_buffer` is zeroed; 0 allocates none.
         first_epoch: epoch of the first call (tests start near the wrap).
         num_counters: words of a set of counters beyond the queue heads; see `control_sizes`.
 
@@ -299,18 +301,19 @@ class Workspace:
         elif not self._destroyed:
             # The peers may never come to a barrier, and may still write here: the memory stays.
             _ABANDONED.append(self)
-            self._tell_of_exception()
+            self._tell_of_exception(EXCEPTION)
             self._destroyed = True
 
-    def _tell_of_exception(self) -> None:
-        """Peers that wait for this rank, now or later, hear that it is gone."""
+    def _tell_of_exception(self, reason: int) -> None:
+        """Peers that wait for this rank, now or later, hear that it does not come."""
         try:
             # Where ranks compare calls on the host it would have to wait for them.
-            if self.world.fused and self._abort_error() is None:
-                self.fault(EXCEPTION, self.last_op)
+            tells = self.world.fused and self.world.is_running()
+            if tells and self._abort_error() is None:
+                self.fault(reason, self.last_op)
         except Exception as error:
             # The exception that is on its way matters more: perhaps the device is lost.
-            _LOG.warning("rank %d cannot tell its peers that it leaves: %s", self.rank, error)
+            _LOG.warning("rank %d cannot tell its peers of an exception: %s", self.rank, error)
 
     def ensure_usable(self) -> None:
         """Raises WorkspaceError if the workspace is destroyed, or of another rank."""
@@ -321,6 +324,19 @@ class Workspace:
                 f"workspace: it belongs to rank {self.rank}, got rank {self.world.rank}; "
                 "every rank uses the one that it created"
             )
+
+    def __copy__(self: W) -> W:
+        return self
+
+    def __deepcopy__(self: W, memo: object) -> W:
+        """The workspace itself: a copied layer shares it as the layer did."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: got pickled, which memory shared between ranks cannot be; "
+            "save the layers' state_dict() and create the workspace anew"
+        )
 
     # ------------------------------------------------------------------ calls
 
@@ -392,6 +408,15 @@ class Workspace:
         args = (self.context(), int(layout.FAULT.value), reason)
         key = ("fault", self.context_key)
         self.world.launch(fault_kernel, 1, args, key, num_warps=8, num_stages=1)
+
+    def launch_failed(self, error: Exception) -> None:
+        """Tells the peers, which wait for this rank's call, that an exception keeps it from coming.
+
+        Args:
+            error: what a launch raised, after `begin` or instead of it.
+        """
+        if not isinstance(error, PeerError):  # of that the peers know
+            self._tell_of_exception(LAUNCH)
 
     def agree(self, op: str, call_hash: int) -> None:
         """Waits until every rank has made this same call.

@@ -89,6 +89,7 @@ def _check_sizes(
     max_features: int,
     transports: tuple[str, ...],
     reduce_transports: tuple[str, ...] | None,
+    timeout_s: float,
     trace_events: int,
     first_epoch: int,
 ) -> None:
@@ -104,8 +105,12 @@ def _check_sizes(
             wanted = "a positive number" if least else "0 or more"
             raise WorkspaceError(f"{name}: got {value}, wanted {wanted}")
     for name, some in (("transports", transports), ("reduce_transports", reduce_transports)):
-        if some is not None and (not some or set(some) - set(TRANSPORTS)):
-            raise WorkspaceError(f"{name}: got {some}, wanted some of {TRANSPORTS}")
+        if some is None and name == "reduce_transports":
+            continue
+        if not isinstance(some, (tuple, list)) or not some or set(some) - set(TRANSPORTS):
+            raise WorkspaceError(f"{name}: got {some!r}, wanted some of {TRANSPORTS}")
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise WorkspaceError(f"timeout_s: got {timeout_s!r}, wanted a number of seconds")
     if world.fused and world.num_wgs < 2:
         raise WorkspaceError(
             f"world: got {world.num_wgs} workgroups, wanted at least 2 (a mover beside a builder); "
@@ -154,7 +159,8 @@ class TpSpWorkspace(Workspace):
         machine: machine model that plans are made for; rank 0's is used by all. None takes the
             world's own.
         timeout_s: bound of every wait.
-        trace_events: events a workgroup may record in traced calls.
+        trace_events: events a workgroup may record in all traced calls together, until
+            `trace_buffer` is zeroed; with 0 they are refused.
         first_epoch: epoch of the first call.
 
     Raises:
@@ -181,8 +187,8 @@ class TpSpWorkspace(Workspace):
     ) -> None:
         try:
             _check_sizes(
-                world, max_tokens, max_features, transports, reduce_transports, trace_events,
-                first_epoch,
+                world, max_tokens, max_features, transports, reduce_transports, timeout_s,
+                trace_events, first_epoch,
             )  # fmt: skip
             chosen = load_machine(machine if machine is not None else (world.machine or "executor"))
             mine = _Settings(

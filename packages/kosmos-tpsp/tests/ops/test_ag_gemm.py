@@ -182,6 +182,7 @@ def test_rows_that_are_not_aligned_take_the_reference_path_on_every_rank(
         for out in outs:
             assert isinstance(out, torch.Tensor)
             assert compare(out, Wanted.of(gathered.double() @ w.double().t()))[1] == ""
+        ag_gemm(x[: ROWS // 2], w, workspace)
         # Fused calls go on before and after.
         fused = ag_gemm(matrix(ROWS, K, seed=rank), matrix(N, K), workspace)
         assert isinstance(fused, torch.Tensor)
@@ -192,7 +193,7 @@ def test_rows_that_are_not_aligned_take_the_reference_path_on_every_rank(
         for reason in on_cpu(3, host):
             assert "rows of k = 12 bf16 elements are 24 bytes, not a multiple of 16" in reason
     said = [record for record in caplog.records if "takes the reference path" in record.message]
-    # Once, however often and on however many ranks it is called.
+    # Once, however often, with however many rows and on however many ranks it is called.
     assert len(said) == 1
 
 

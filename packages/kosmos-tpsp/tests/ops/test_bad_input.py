@@ -90,6 +90,18 @@ def out_over(workspace: TpSpWorkspace, source: torch.Tensor, place: int) -> None
     ag_gemm(*operands, workspace, out=out)
 
 
+class Holder(torch.Tensor):
+    """A tensor that has no memory, as DTensors and tensors under torch.compile have none."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
 X, W = matrix(ROWS, K), matrix(N, K)
 
 REFUSED = {
@@ -112,6 +124,8 @@ REFUSED = {
         lambda ws: ag_gemm(X, W, ws, out=torch.empty(SIZE * ROWS, N)), "out: got", "shape",
     ),
     "x is none": (lambda ws: ag_gemm(None, W, ws), "x: got NoneType", "argument"),
+    "x holds another": (lambda ws: ag_gemm(Holder(X), W, ws), "x: got Holder, whose", "argument"),
+    "w is sparse": (lambda ws: ag_gemm(X, W.to_sparse(), ws), "w: got torch.sparse", "argument"),
     "w is a list": (lambda ws: ag_gemm(X, [1], ws), "w: got list", "argument"),
     "out is a list": (lambda ws: ag_gemm(X, W, ws, out=[1]), "out: got list", "argument"),
     "out over x": (lambda ws: out_over(ws, X, 0), "out: got memory that x or w", "argument"),
@@ -132,6 +146,7 @@ REFUSED = {
     ),
     "no policy": (of_shape(ROWS, N, K, policy=None), "policy: got None", "argument"),
     "split of another type": (of_shape(ROWS, N, K, split_k=2.0), "split_k: got 2.0", "argument"),
+    "traced into nothing": (of_shape(ROWS, N, K, traced=True), "traced: got True", "argument"),
     "flag": (of_shape(ROWS, N, K, force="no"), "force: got 'no'", "argument"),
 }  # fmt: skip
 
@@ -164,6 +179,26 @@ def test_whatever_goes_wrong_before_the_launch_is_told_to_the_peers(
     errors = on_cpu(SIZE, host, lambda ws: ag_gemm(failing, W, ws), 120.0, jump_clock=False)
     assert str(errors.pop(VICTIM)) == "out of memory"
     assert all(type(error) is PeerFaultError and error.peer == VICTIM for error in errors)
+
+
+def test_a_call_that_cannot_be_launched_is_told_to_the_peers(on_cpu: OnCpu) -> None:
+    def without_registers(workspace: TpSpWorkspace) -> None:
+        world = workspace.world
+        launch = world.launch
+
+        def fail(kernel: Any, *args: Any, **settings: Any) -> None:
+            if kernel.__name__ == "ag_gemm_kernel" and world.rank == VICTIM:
+                world.launch = launch  # type: ignore[method-assign]
+                raise KosmosError("out of registers")
+            launch(kernel, *args, **settings)
+
+        world.launch = fail  # type: ignore[method-assign]
+        good(VICTIM, workspace)
+
+    errors = on_cpu(SIZE, host, without_registers, 120.0, jump_clock=False)
+    assert str(errors.pop(VICTIM)) == "out of registers"
+    assert all(type(error) is PeerFaultError and error.peer == VICTIM for error in errors)
+    assert all(f"rank {VICTIM} could not launch its call" in str(error) for error in errors)
 
 
 def test_something_else_than_a_workspace_is_refused() -> None:

@@ -33,6 +33,11 @@ class Tensors:
     _rank: int
     _launch_regions: list[Region]
 
+    @property
+    def in_spmd(self) -> bool:
+        """Whether host code of a rank is running (in `spmd`)."""
+        return self.scheduler.baton.holder is not None
+
     def current_rank(self) -> int:
         """Rank whose host code is running (in `spmd`), or that of `on` (0 by default)."""
         host = self.scheduler.baton.holder

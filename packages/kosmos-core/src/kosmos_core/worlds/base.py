@@ -50,9 +50,10 @@ class World(abc.ABC):
     machine: str = ""
 
     def __init__(self, size: int) -> None:
-        if not 1 <= size <= MAX_WORLD_SIZE:
+        if not isinstance(size, int) or not 1 <= size <= MAX_WORLD_SIZE:
             raise WorldError(
-                f"world size: got {size}, wanted 1 to {MAX_WORLD_SIZE}; use a subgroup of the node"
+                f"world size: got {size!r}, wanted 1 to {MAX_WORLD_SIZE}; "
+                "use a subgroup of the node"
             )
         self.size = size
         self.kept: dict[Hashable, Any] = {}
@@ -183,6 +184,10 @@ class World(abc.ABC):
     def current_stream(self) -> Any:
         """Identifies the stream that the next launch goes to."""
         return 0
+
+    def is_running(self) -> bool:
+        """Whether kernels can still be launched."""
+        return True
 
     def is_capturing(self) -> bool:
         """Whether launches are being captured into a graph rather than run."""

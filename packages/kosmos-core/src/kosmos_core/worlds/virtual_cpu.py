@@ -31,7 +31,8 @@ class VirtualCpuWorld(World):
             seed, ...).
 
     Raises:
-        WorldError: unknown vendor or fewer than 2 workgroups.
+        WorldError: unknown vendor or fewer than 2 workgroups; or, where a rank is asked for, the
+            world is closed or no rank's code is running.
     """
 
     machine = "executor"
@@ -40,8 +41,8 @@ class VirtualCpuWorld(World):
         super().__init__(size)
         if vendor not in VENDORS:
             raise WorldError(f"vendor: got {vendor!r}, wanted one of {', '.join(VENDORS)}")
-        if wgs < 2:
-            raise WorldError(f"wgs: got {wgs}, wanted at least 2 (a mover beside a builder)")
+        if not isinstance(wgs, int) or wgs < 2:
+            raise WorldError(f"wgs: got {wgs!r}, wanted at least 2 (a mover beside a builder)")
         self.target = VENDORS[vendor]
         self._wgs = wgs
         self._open = False
@@ -51,6 +52,10 @@ class VirtualCpuWorld(World):
 
     @property
     def rank(self) -> int:
+        if not self._open:
+            raise WorldError("world: it is closed; make a new one, and workspaces in it")
+        if not self.executor.in_spmd:
+            raise WorldError("rank: virtual ranks exist only inside world.spmd(fn)")
         return self.executor.current_rank()
 
     @property
@@ -103,6 +108,9 @@ class VirtualCpuWorld(World):
 
     def synchronize(self) -> None:
         self.executor.synchronize()
+
+    def is_running(self) -> bool:
+        return self._open and self.executor.scheduler.failure is None
 
     def spmd(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return self.executor.spmd(fn, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from kosmos_tpsp.ops.validate import Rejected
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 LOG = logging.getLogger("kosmos_tpsp")
-_LOGGED: set[tuple[str, str]] = set()  # declined calls are logged once, not once a rank
+# Declined calls are logged once, not once a rank or for every number of tokens.
+_LOGGED: set[tuple[str, str]] = set()
 LAYOUTS = {"tn": 0, "nn": 1}
 POLICIES = {
     "fixed": roles.FIXED,
@@ -89,7 +91,17 @@ def prepare(
     for name, operand in given.items():
         validate.check_operand(name, operand, device)
     key = (*(mx.key_of(operand) for operand in given.values()), options, *facts)
-    return _remembered(workspace, key, lambda: plan(*given.values(), workspace, options, *facts))
+
+    def make() -> Prepared:
+        if options.traced is True and workspace.trace_events == 0:
+            raise validate.reject(
+                validate.ARGUMENT,
+                "traced: got True, but the workspace has no room for events; create it with "
+                "trace_events",
+            )
+        return plan(*given.values(), workspace, options, *facts)
+
+    return _remembered(workspace, key, make)
 
 
 def describe(
@@ -202,7 +214,8 @@ def _remembered(workspace: TpSpWorkspace, key: Hashable, make: Callable[[], Prep
     if call is None:
         call = make()
         if len(workspace.prepared) >= MAX_PREPARED:
-            del workspace.prepared[next(iter(workspace.prepared))]
+            # Threads may do so at the same time: autograd plans in threads of its own.
+            workspace.prepared.pop(next(iter(workspace.prepared), None), None)
         workspace.prepared[key] = call
     return call
 
@@ -219,9 +232,13 @@ def decline_reason(
         machine: Machine = workspace.machine
         verdict = can_fuse(problem, machine, plan, speed=not (virtual or force))
         reason = None if verdict is None else verdict.reason
-    if reason is not None and problem.tokens > 0 and (label, reason) not in _LOGGED:
-        _LOGGED.add((label, reason))
-        LOG.warning("%s takes the reference path: %s", label, reason)
+    if reason is not None and problem.tokens > 0:
+        # Of what differs with the number of tokens, which may change from call to call, the first.
+        of_tokens = label.replace(f"={problem.tokens}", "")
+        kind = (of_tokens, re.sub(r"[\d.,]+", "", reason))
+        if kind not in _LOGGED:
+            _LOGGED.add(kind)
+            LOG.warning("%s takes the reference path: %s", label, reason)
     return reason
 
 
@@ -239,18 +256,22 @@ def launch_keys(
 def launch_all(
     kernel: Any, call: Prepared, launches: Sequence[tuple[Any, ...]], workspace: TpSpWorkspace
 ) -> None:
-    """Launches a call, in one launch or two."""
+    """Launches a call, in one launch or two; the peers hear of one that cannot be launched."""
     plan, world = call.plan, workspace.world
     warps, stages = plan.num_warps, plan.num_stages
-    if len(launches) > 1:
-        # All of them before the first one runs: see `World.load`.
-        for args, key in zip(launches, call.keys, strict=True):
-            world.load(kernel, args, key, num_warps=warps, num_stages=stages)
-    for i, (args, key) in enumerate(zip(launches, call.keys, strict=True)):
-        # The second launch is made even if the first has failed by now: it leaves NaN.
-        workspace.begin(call.label, args[CALL_HASH], checks=i == 0)
-        world.launch(kernel, plan.cap, args, key, num_warps=warps, num_stages=stages)
-        workspace.launches[kernel.__name__.removesuffix("_kernel")] += 1
+    try:
+        if len(launches) > 1:
+            # All of them before the first one runs: see `World.load`.
+            for args, key in zip(launches, call.keys, strict=True):
+                world.load(kernel, args, key, num_warps=warps, num_stages=stages)
+        for i, (args, key) in enumerate(zip(launches, call.keys, strict=True)):
+            # The second launch is made even if the first has failed by now: it leaves NaN.
+            workspace.begin(call.label, args[CALL_HASH], checks=i == 0)
+            world.launch(kernel, plan.cap, args, key, num_warps=warps, num_stages=stages)
+            workspace.launches[kernel.__name__.removesuffix("_kernel")] += 1
+    except Exception as error:
+        workspace.launch_failed(error)
+        raise
 
 
 def shown_call(op: str, *operands: Any) -> str:
