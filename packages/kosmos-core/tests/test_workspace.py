@@ -356,7 +356,7 @@ def test_copies_of_a_workspace_are_itself_and_it_is_not_pickled() -> None:
     def host(rank: int, world: World) -> None:
         workspace = Workspace(world, REGIONS, 4)
         assert copy.copy(workspace) is workspace
-        assert copy.deepcopy([workspace]) == [workspace]
+        assert copy.deepcopy([workspace, world]) == [workspace, world]
         with pytest.raises(TypeError, match=r"Workspace: got pickled.*state_dict"):
             pickle.dumps(workspace)
         workspace.destroy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +80,26 @@ def test_layers_revive_what_they_share(on_cpu: Callable[..., list[Any]]) -> None
         world.barrier()
         layer.call.workspace.reset()
         assert layer(x.bfloat16()).shape == (TOKENS, 16)
+        destroy_workspaces(world)
+
+    on_cpu(2, host)
+
+
+def test_a_copied_layer_has_weights_of_its_own_and_the_same_workspace(
+    on_cpu: Callable[..., list[Any]],
+) -> None:
+    # As averages of a model's weights are kept.
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(32, 32, group=world, max_tokens=TOKENS)
+        x = torch.randn(TOKENS // 2, 32).bfloat16()
+        with torch.no_grad():
+            wanted = layer(x)
+            twin = copy.deepcopy(layer)
+            layer.weight.zero_()
+            assert torch.equal(twin(x), wanted)
+        assert twin.call.workspace is layer.call.workspace
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(layer.call.workspace)
         destroy_workspaces(world)
 
     on_cpu(2, host)

@@ -34,6 +34,7 @@ from kosmos_core.regions import (
     trace_num_words,
     workspace_num_bytes,
 )
+from kosmos_core.uncopied import Uncopied
 from kosmos_core.worlds.base import SymmetricBuffer, World
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -47,7 +48,7 @@ W = TypeVar("W", bound="Workspace")
 _ABANDONED: list[Workspace] = []
 
 
-class Workspace:
+class Workspace(Uncopied):
     """Symmetric regions, control words and the peer table of one rank.
 
     Args:
@@ -324,19 +325,6 @@ class Workspace:
                 f"workspace: it belongs to rank {self.rank}, got rank {self.world.rank}; "
                 "every rank uses the one that it created"
             )
-
-    def __copy__(self: W) -> W:
-        return self
-
-    def __deepcopy__(self: W, memo: object) -> W:
-        """The workspace itself: a copied layer shares it as the layer did."""
-        return self
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError(
-            f"{type(self).__name__}: got pickled, which memory shared between ranks cannot be; "
-            "save the layers' state_dict() and create the workspace anew"
-        )
 
     # ------------------------------------------------------------------ calls
 

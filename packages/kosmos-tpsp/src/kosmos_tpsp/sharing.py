@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from kosmos_core.errors import WorkspaceError
+from kosmos_core.uncopied import Uncopied
 from kosmos_core.worlds import World, group_world
 
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -16,7 +17,7 @@ _KEY = "kosmos_tpsp.sharing"
 _WORLDS: dict[dist.ProcessGroup | None, World] = {}
 
 
-class SharedWorkspace:
+class SharedWorkspace(Uncopied):
     """A workspace that is made at first use, and until then grows with what layers reserve.
 
     Args:

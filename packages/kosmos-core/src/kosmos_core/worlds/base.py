@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kosmos_core.errors import WorldError
+from kosmos_core.uncopied import Uncopied
 
 MAX_WORLD_SIZE = 8
 
@@ -31,7 +32,7 @@ class SymmetricBuffer:
     handle: Any = None
 
 
-class World(abc.ABC):
+class World(Uncopied, abc.ABC):
     """The ranks of one group: size, own rank, memory, launches, and host collectives.
 
     Attributes:
