@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -122,6 +123,18 @@ def test_with_tpsp_the_command_is_its_check(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(worlds, "_has_check", lambda: True)
     command = world(examine(), "cpu:N").command
     assert command.endswith("-m kosmos_tpsp check ag_gemm --m 384 --n 200 --k 128 --world cpu:4")
+
+
+def test_without_symmetric_memory_a_group_shares_its_memory_by_ipc(
+    with_gpus: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = with_gpus(2)
+    assert "IPC" not in world(report, "group").detail
+    lacks = {"available": False, "why_not": "it lacks rendezvous"}
+    monkeypatch.setattr(probes, "probe_symmetric_memory", lambda: lacks)
+    group = world(examine(), "group")
+    assert group.possible
+    assert "shared by IPC, not as torch's symmetric memory: it lacks rendezvous" in group.detail
 
 
 def doctor_without(module: str) -> tuple[int, dict, str]:

@@ -189,17 +189,25 @@ GLOO = """
     import json
     import torch
     import torch.distributed as dist
+    from kosmos_core.errors import WorldError
     from kosmos_core.worlds import group_world, reference_world
 
     dist.init_process_group("gloo")
     world = group_world()
     # A subgroup has ranks of its own.
     pair = dist.new_group([1, 2])
+    told = []
+    for wrong in (pair,) * (dist.get_rank() == 0) + ("pair",):
+        try:
+            group_world(wrong)
+        except WorldError as error:
+            told.append(str(error))
     small = reference_world(pair) if dist.get_rank() else None
     found = {
         "rank": world.rank, "size": world.size, "fused": world.fused,
         "objects": world.all_gather_object(world.rank),
         "rows": world.all_gather_tensor(torch.full((2, 1), world.rank).t()).tolist(),
+        "told": told,
         "pair": None if small is None else [small.rank, small.size, small.all_gather_object("x")],
     }
     world.barrier()
@@ -231,6 +239,9 @@ def test_the_reference_world_of_a_gloo_group(tmp_path: Path) -> None:
         assert (found["rank"], found["size"], found["fused"]) == (rank, 3, False)
         assert found["objects"] == [0, 1, 2]
         assert found["rows"] == [[0, 0], [1, 1], [2, 2]]
+        assert len(found["told"]) == 1 + (rank == 0)
+        assert rank or "this process is not a member of it" in found["told"][0]
+        assert "group: got str, wanted a process group" in found["told"][-1]
         assert found["pair"] == (None if rank == 0 else [rank - 1, 2, ["x", "x"]])
 
 
@@ -265,6 +276,13 @@ GPUS = """
     from kosmos_core.worlds import group_world
     from test_worlds import exercise
 
+    if {ipc}:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        def refuse(*arguments):
+            raise RuntimeError("no rendezvous here")
+
+        symm_mem.rendezvous = refuse
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     world = group_world()
@@ -276,7 +294,8 @@ GPUS = """
 
 
 @pytest.mark.multi_gpu(2)
-def test_ranks_with_a_gpu_each(tmp_path: Path) -> None:
-    program = GPUS.format(folder=str(Path(__file__).parent))
+@pytest.mark.parametrize("ipc", [False, True])
+def test_ranks_with_a_gpu_each(ipc: bool, tmp_path: Path) -> None:
+    program = GPUS.format(folder=str(Path(__file__).parent), ipc=ipc)
     for rank, found in enumerate(torchrun(2, program, tmp_path)):
         expect(found, rank, 2)

@@ -40,21 +40,23 @@ def _no_gpu(report: Report) -> str:
 def _group(report: Report) -> WorldReport:
     if not report.gpus:
         return WorldReport("group", False, _no_gpu(report))
-    if not report.symmetric_memory.get("available"):
-        why = report.symmetric_memory.get("why_not") or report.faults.get("symmetric memory", "")
-        return WorldReport("group", False, f"torch's symmetric memory: {why}")
     access = report.peer_access
     cut = [f"{i} to {j}" for i, row in enumerate(access) for j, ok in enumerate(row) if not ok]
     if cut:
         return WorldReport("group", False, f"no peer access from GPU {', '.join(cut)}")
     import torch.distributed as dist
 
+    if not dist.is_available():
+        return WorldReport("group", False, "this build of torch has no torch.distributed")
     if not dist.is_nccl_available():
         return WorldReport("group", False, "this build of torch has neither NCCL nor RCCL")
     count = min(len(report.gpus), MAX_RANKS)
     check = CHECK.replace("kosmos_tpsp ", "kosmos_tpsp -- ")
     tail = f"{check} --world group" if _has_check() else "-m kosmos_core -- measure --quick"
     detail = f"one process a GPU, up to {count} ranks"
+    if not report.symmetric_memory.get("available"):
+        why = report.symmetric_memory.get("why_not") or report.faults.get("symmetric memory", "")
+        detail += f"; memory is shared by IPC, not as torch's symmetric memory: {why}"
     return WorldReport("group", True, detail, f"torchrun --nproc-per-node {count} {tail}")
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kosmos_core.errors import WorldError
 from kosmos_core.worlds.base import World
-from kosmos_core.worlds.reference import ReferenceWorld
+from kosmos_core.worlds.reference import ReferenceWorld, check_member
 
 
 def group_world(group: dist.ProcessGroup | None = None, *, reserve_sms: int | None = None) -> World:
@@ -18,8 +18,12 @@ def group_world(group: dist.ProcessGroup | None = None, *, reserve_sms: int | No
     Args:
         group: process group, the default group when None.
         reserve_sms: SMs left to other kernels; None takes what NCCL may hold when other groups
-            exist.
+            exist by now.
+
+    Raises:
+        WorldError: this process is not a member of the group, or it is none.
     """
+    check_member(group)
     if not torch.cuda.is_available():
         return ReferenceWorld(group, "no GPU is visible")
     if dist.is_initialized() and dist.get_backend(group) == "gloo":

@@ -14,6 +14,8 @@ from kosmos_core.errors import WorldError
 from kosmos_core.launch import LAUNCHER
 from kosmos_core.worlds.base import SymmetricBuffer, World
 from kosmos_core.worlds.ordering import LaunchOrder
+from kosmos_core.worlds.reference import check_member
+from kosmos_core.worlds.shared import GroupMemory
 
 # What NCCL may hold when other groups communicate at the same time: its own upper limit of CTAs
 # for one collective.
@@ -37,10 +39,12 @@ class GroupWorld(World):
 
     Args:
         group: process group; the default group when None. Any subgroup of a node will do.
-        reserve_sms: SMs left to others; None takes what NCCL may hold when other groups exist.
+        reserve_sms: SMs left to others; None takes what NCCL may hold when other groups exist by
+            now.
 
     Raises:
-        WorldError: torch.distributed is not initialised, or a rank of the group cannot be reached.
+        WorldError: torch.distributed is not initialised, or this process is no member of the group;
+            when memory is shared: a rank of the group cannot be reached.
     """
 
     def __init__(
@@ -53,18 +57,18 @@ class GroupWorld(World):
             )
         # Typed as optional, but the default group exists once torch.distributed is initialised.
         self._group = group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
+        check_member(self._group)
         super().__init__(dist.get_world_size(self._group))
         self._rank = dist.get_rank(self._group)
-        if self._rank < 0:
-            raise WorldError("group: this process is not a member of the group")
         self._device = torch.device("cuda", torch.cuda.current_device())
         self.target = vendor_target()
         self.machine = machine_name(self._device)
         if reserve_sms is None:
             reserve_sms = self._default_reserve()
-        if reserve_sms < 0:
-            raise WorldError(f"reserve_sms: got {reserve_sms}, wanted 0 or more")
+        if not isinstance(reserve_sms, int) or reserve_sms < 0:
+            raise WorldError(f"reserve_sms: got {reserve_sms!r}, wanted 0 or more")
         self._num_wgs = num_sms(self._device) - reserve_sms
+        self._memory = GroupMemory(self._device, self._group, self.all_gather_object)
 
     def _default_reserve(self) -> int:
         """SMs that NCCL may hold meanwhile, where other groups of several GPUs exist.
@@ -110,13 +114,9 @@ class GroupWorld(World):
         if self.size == 1:
             t = torch.empty(num_elements, dtype=dtype, device=self._device)
             return SymmetricBuffer(name, t, (t.data_ptr(),))
-        import torch.distributed._symmetric_memory as symm_mem
-
         # Nothing here uses NVLink multicast, which a rendezvous would otherwise set up.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        t = symm_mem.empty(num_elements, dtype=dtype, device=self._device)
-        handle = symm_mem.rendezvous(t, self._group)
-        return SymmetricBuffer(name, t, tuple(int(p) for p in handle.buffer_ptrs), handle)
+        return self._memory.allocate(name, num_elements, dtype)
 
     def local(self, name: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype, device=self._device)

@@ -15,6 +15,20 @@ from kosmos_core.errors import WorldError
 from kosmos_core.worlds.base import SymmetricBuffer, World
 
 
+def check_member(group: object) -> None:
+    """A process group that this process belongs to, or None for the default one.
+
+    Raises:
+        WorldError: it is something else.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise WorldError("group: this process is not a member of it; only members make its world")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise WorldError(
+            f"group: got {type(group).__name__}, wanted a process group of torch.distributed"
+        )
+
+
 class ReferenceWorld(World):
     """Plain collectives of a group; also size 1 without torch.distributed.
 
@@ -29,6 +43,7 @@ class ReferenceWorld(World):
     def __init__(
         self, group: dist.ProcessGroup | None = None, reason: str = "reference world"
     ) -> None:
+        check_member(group)
         self._distributed = dist.is_initialized()
         self._group = group
         super().__init__(dist.get_world_size(group) if self._distributed else 1)
