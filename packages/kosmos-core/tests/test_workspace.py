@@ -364,6 +364,19 @@ def test_copies_of_a_workspace_are_itself_and_it_is_not_pickled() -> None:
     run_checked(2, host)
 
 
+def test_callers_modes_and_default_devices_are_none_of_a_workspaces_business() -> None:
+    def host(rank: int, world: World) -> None:
+        with torch.inference_mode(), torch.device("meta"):
+            workspace = Workspace(world, REGIONS, 4)
+            workspace.agree("inside", 1)
+        workspace.agree("outside", 2)
+        workspace.reset()
+        workspace.agree("again", 3)
+        workspace.destroy()
+
+    run_checked(2, host)
+
+
 def test_errors_are_sticky_until_the_reset() -> None:
     def host(rank: int, world: World) -> None:
         workspace = Workspace(world, REGIONS, 4)

@@ -35,7 +35,7 @@ from kosmos_core.regions import (
     workspace_num_bytes,
 )
 from kosmos_core.uncopied import Uncopied
-from kosmos_core.worlds.base import SymmetricBuffer, World
+from kosmos_core.worlds.base import HOST, SymmetricBuffer, World
 
 DEFAULT_TIMEOUT_S = 120.0
 # Ranks may leave a workspace further apart than they make a call; the backends' own bound.
@@ -97,8 +97,10 @@ class Workspace(Uncopied):
         self._stride = stride
         self._trace_words = trace_num_words(world.num_wgs, trace_events) if world.fused else 0
         if world.fused:
-            self._allocate()
-            self.reset()
+            # Perhaps made by a first call under inference mode, it is used outside too.
+            with torch.inference_mode(False):
+                self._allocate()
+                self.reset()
 
     # ------------------------------------------------------------------ memory
 
@@ -119,14 +121,15 @@ class Workspace(Uncopied):
         self._control = w.local("control", words, torch.int32)
         self._status = w.host_visible(1)
         self._status_view = self._status.numpy()
-        table = torch.zeros(rows, ranks, dtype=torch.int64)
+        table = torch.zeros(rows, ranks, dtype=torch.int64, device=HOST)
         everything = {
             int(layout.SIGNAL.value): self._signal,
             int(layout.ARRIVAL.value): self._arrival,
             **self._buffers,
         }
         for row, buffer in everything.items():
-            table[row, : w.size] = torch.tensor(buffer.addresses, dtype=torch.int64)
+            addresses = torch.tensor(buffer.addresses, dtype=torch.int64, device=HOST)
+            table[row, : w.size] = addresses
         self._table = w.local("table", rows * ranks, torch.int64)
         self._table.copy_(table.flatten())
         if self.trace_events:
@@ -166,7 +169,7 @@ class Workspace(Uncopied):
         )
 
     def buffer(self, row: int) -> torch.Tensor:
-        """This rank's part of the region in a row of the peer table."""
+        """This rank's part of the region in a row of the peer table; no operand of a call."""
         return self._buffers[row].local
 
     @property
@@ -213,7 +216,8 @@ class Workspace(Uncopied):
             if region.poison is not None:
                 for copy in range(region.depth):
                     self.buffer(region.row + copy).view(torch.int16).fill_(region.poison)
-        signal = torch.zeros(int(layout.SIGNAL_WORDS.value), dtype=torch.int64)
+        words = int(layout.SIGNAL_WORDS.value)
+        signal = torch.zeros(words, dtype=torch.int64, device=HOST)
         ranks = int(layout.MAX_RANKS.value)
         # Fresh slots hold the two epochs before the first: never a value that a call waits for.
         for back in (1, 2):

@@ -43,9 +43,9 @@ class Memory:
         self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> tuple[torch.Tensor, Region]:
         """New uninitialised tensor with red zones around it, 256-byte aligned."""
-        itemsize = torch.empty(0, dtype=dtype).element_size()
+        itemsize = dtype.itemsize
         nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
-        raw = torch.empty(nbytes + _ALIGN + 2 * _REDZONE, dtype=torch.uint8)
+        raw = torch.empty(nbytes + _ALIGN + 2 * _REDZONE, dtype=torch.uint8, device="cpu")
         start = -(raw.data_ptr() + _REDZONE) % _ALIGN + _REDZONE
         tensor = raw[start : start + nbytes].view(dtype).view(shape)
         region = self.add(raw.data_ptr() + start, max(nbytes, 1), rank, name, itemsize, tensor)

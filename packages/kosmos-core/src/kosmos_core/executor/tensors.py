@@ -81,7 +81,8 @@ class Tensors:
     ) -> torch.Tensor:
         """Table of addresses (int64) in the memory of `rank`, ordered before everything."""
         out = self.empty(rank, (len(tensors),), torch.int64, name)
-        out.copy_(torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64))
+        addresses = [t.data_ptr() for t in tensors]
+        out.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
         self.initialised(out)
         return out
 

@@ -13,6 +13,8 @@ from kosmos_core.errors import WorldError
 from kosmos_core.uncopied import Uncopied
 
 MAX_WORLD_SIZE = 8
+# Given wherever memory of the host is meant: callers may have set another default device.
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)

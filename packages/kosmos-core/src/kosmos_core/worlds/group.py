@@ -12,7 +12,7 @@ import torch.distributed as dist
 from kosmos_core.device_info import machine_name, num_sms, vendor_target
 from kosmos_core.errors import WorldError
 from kosmos_core.launch import LAUNCHER
-from kosmos_core.worlds.base import SymmetricBuffer, World
+from kosmos_core.worlds.base import HOST, SymmetricBuffer, World
 from kosmos_core.worlds.ordering import LaunchOrder
 from kosmos_core.worlds.reference import check_member
 from kosmos_core.worlds.shared import GroupMemory
@@ -122,7 +122,7 @@ class GroupWorld(World):
         return torch.empty(num_elements, dtype=dtype, device=self._device)
 
     def host_visible(self, num_words: int) -> torch.Tensor:
-        return torch.zeros(num_words, dtype=torch.int64).pin_memory()
+        return torch.zeros(num_words, dtype=torch.int64, device=HOST).pin_memory()
 
     def launch(
         self,

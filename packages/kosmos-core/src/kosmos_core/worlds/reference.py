@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kosmos_core.errors import WorldError
-from kosmos_core.worlds.base import SymmetricBuffer, World
+from kosmos_core.worlds.base import HOST, SymmetricBuffer, World
 
 
 def check_member(group: object) -> None:
@@ -70,7 +70,7 @@ class ReferenceWorld(World):
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
     def host_visible(self, num_words: int) -> torch.Tensor:
-        return torch.zeros(num_words, dtype=torch.int64)
+        return torch.zeros(num_words, dtype=torch.int64, device=HOST)
 
     def launch(
         self,

@@ -17,7 +17,7 @@ import torch
 from kosmos_core.device_info import machine_name, num_sms, vendor_target
 from kosmos_core.errors import WorldError
 from kosmos_core.launch import LAUNCHER
-from kosmos_core.worlds.base import SymmetricBuffer, World
+from kosmos_core.worlds.base import HOST, SymmetricBuffer, World
 
 
 class VirtualGpuWorld(World):
@@ -70,7 +70,7 @@ class VirtualGpuWorld(World):
         return torch.empty(num_elements, dtype=dtype, device=self._device)
 
     def host_visible(self, num_words: int) -> torch.Tensor:
-        return torch.zeros(num_words, dtype=torch.int64).pin_memory()
+        return torch.zeros(num_words, dtype=torch.int64, device=HOST).pin_memory()
 
     def launch(
         self,
