@@ -83,17 +83,23 @@ def test_a_reset_says_what_it_forgets(caplog: pytest.LogCaptureFixture) -> None:
     assert "rank 1 of 2, last call second" in record.getMessage()
 
 
-def test_leaving_after_an_error_that_was_told_is_quiet() -> None:
+@pytest.mark.parametrize("resets", [False, True])
+def test_leaving_or_resetting_after_an_error_that_was_told_is_quiet(
+    resets: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def host(rank: int, world: World) -> bool:
         with Workspace(world, REGIONS, 4) as workspace:
+            # The refusal itself has told rank 0.
             if rank == 0:
                 workspace.fault(1, "refused")
-                error_of(workspace.synchronize)
             else:
                 error_of(lambda: workspace.agree("hello", 1))
+            if resets:
+                workspace.reset()
         return workspace.destroyed
 
     assert run_checked(3, host, jump_clock=False) == [True] * 3
+    assert not caplog.records
 
 
 def test_after_a_reset_the_memory_is_released() -> None:

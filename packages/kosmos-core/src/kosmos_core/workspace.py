@@ -92,6 +92,7 @@ class Workspace(Uncopied):
         self._destroyed = False
         self._leaving = False
         self._error: PeerError | None = None
+        self._refused = False  # this rank gave up a call itself, and raised why
         self._last_stream: Any = None
         stride, self._set_words, self._arrival_words = control_sizes(max_tile_rows, num_counters)
         self._stride = stride
@@ -201,10 +202,12 @@ class Workspace(Uncopied):
             self._error = None
             return
         self.world.synchronize()
-        if self._error is None and self._abort_error() is not None:
+        told = self._error is not None or self._refused
+        if not told and self._abort_error() is not None:
             # Its peers have heard of it and reset; raising here would leave them waiting.
             _LOG.warning("reset() forgets a call that was given up: %s", self._error)
         self._error = None
+        self._refused = False
         self.world.barrier()
         e0 = self._first_epoch
         self._control.zero_()
@@ -253,7 +256,7 @@ class Workspace(Uncopied):
         if not self.world.fused:
             self._destroyed = True
             return
-        told = self._error is not None
+        told = self._error is not None or self._refused
         self.world.synchronize()
         self._meet_to_leave()
         error = self._abort_error()
@@ -380,6 +383,8 @@ class Workspace(Uncopied):
     def fault(self, reason: int, op: str) -> None:
         """Tells every peer that this rank will not make its call, so that nobody waits for it.
 
+        The caller raises why.
+
         Nothing runs while a graph is captured, and nobody waits then: nothing is told.
 
         Args:
@@ -397,6 +402,7 @@ class Workspace(Uncopied):
             if self._error is None:
                 self._error = self._compare_on_host(0, reason)
             return
+        self._refused = True
         args = (self.context(), int(layout.FAULT.value), reason)
         key = ("fault", self.context_key)
         self.world.launch(fault_kernel, 1, args, key, num_warps=8, num_stages=1)
