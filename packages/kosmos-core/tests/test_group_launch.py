@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,3 +65,41 @@ def test_after_a_synchronization_no_stream_is_waited_for(
     waited: list[Any] = []
     group._ORDERS[world._device].enter(8, 132, waited.append)
     assert waited == []
+
+
+@pytest.mark.parametrize(
+    ("others", "limit", "reserved"),
+    [
+        ({}, None, 0),
+        ({"data": ("nccl", 2)}, None, 32),
+        ({"data": ("cpu:gloo,cuda:nccl", 4)}, "16", 16),
+        ({"one": ("nccl", 1)}, None, 0),
+        ({"hosts": ("gloo", 2)}, None, 0),
+        ({"hosts": ("gloo", 2), "data": ("nccl", 2)}, None, 32),
+    ],
+)
+def test_sms_are_reserved_where_other_groups_of_gpus_communicate(
+    world: GroupWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    others: dict[str, tuple[str, int]],
+    limit: str | None,
+    reserved: int,
+) -> None:
+    groups = {"mine": ("nccl", 2), "default": ("nccl", 8), **others}
+    world._group = "mine"  # type: ignore[assignment]
+    known = SimpleNamespace(_world=SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    distributed = SimpleNamespace(
+        distributed_c10d=known,
+        group=SimpleNamespace(WORLD="default"),
+        get_world_size=lambda g: groups[g][1],
+        get_backend=lambda g: groups[g][0],
+    )
+    monkeypatch.setattr(group, "dist", distributed)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("NCCL_MAX_CTAS", limit)
+    assert world._default_reserve() == reserved
+    if reserved:
+        monkeypatch.setenv("NCCL_MAX_CTAS", "many")
+        with pytest.raises(WorldError, match="NCCL_MAX_CTAS: got 'many' in the environment"):
+            world._default_reserve()
