@@ -19,6 +19,9 @@ from kosmos_core.errors import WorldError
 from kosmos_core.launch import LAUNCHER
 from kosmos_core.worlds.base import HOST, SymmetricBuffer, World
 
+# Longer than any compilation that a rank may be busy with.
+MEET_TIMEOUT_S = 600.0
+
 
 class VirtualGpuWorld(World):
     """`size` virtual ranks on one GPU.
@@ -38,7 +41,7 @@ class VirtualGpuWorld(World):
         self.machine = machine_name(self._device)
         self._share = num_sms(self._device) // size
         self._local = threading.local()
-        self._gate = threading.Barrier(size)
+        self._gate = threading.Barrier(size, timeout=MEET_TIMEOUT_S)
         self._lock = threading.Lock()
         self._slots: list[Any] = [None] * size
         self._streams = [
@@ -135,9 +138,12 @@ class VirtualGpuWorld(World):
         for error in errors:
             if error is not None and not isinstance(error, threading.BrokenBarrierError):
                 raise error
-        for error in errors:
-            if error is not None:
-                raise error
+        if any(errors):
+            missed = [rank for rank, error in enumerate(errors) if error is None]
+            raise WorldError(
+                f"spmd: ranks {missed} did not come to a meeting of the others within "
+                f"{MEET_TIMEOUT_S:g} s; every rank makes the same collective calls"
+            )
         return [f.result() for f in futures]
 
     def current_stream(self) -> Any:
