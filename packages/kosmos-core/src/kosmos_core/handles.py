@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -12,6 +13,7 @@ from kosmos_core.errors import WorkspaceError
 _CALLS: dict[int, tuple[weakref.ref[Any], Any]] = {}
 _HANDLES: dict[tuple[int, Hashable], int] = {}
 _COUNT = itertools.count()
+_LOCK = threading.Lock()  # autograd makes calls in threads of its own
 HANDLE_STRIDE = 16  # above the largest number of ranks
 
 
@@ -25,14 +27,23 @@ def call_handle(workspace: Any, choices: Hashable) -> int:
     key = (id(workspace), choices)
     handle = _HANDLES.get(key)
     if handle is None:
-        # Shapes depend on the number of ranks: with that in it, a graph that torch.compile keeps on
-        # disk is never taken for one of another number.
-        handle = _HANDLES[key] = next(_COUNT) * HANDLE_STRIDE + workspace.world.size
+        with _LOCK:
+            handle = _HANDLES.get(key)
+            if handle is None:
+                handle = _new_handle(key, workspace, choices)
+    return handle
 
-        def forget(_: object) -> None:
-            _CALLS.pop(_HANDLES.pop(key))
 
-        _CALLS[handle] = (weakref.ref(workspace, forget), choices)
+def _new_handle(key: tuple[int, Hashable], workspace: Any, choices: Hashable) -> int:
+    # Shapes depend on the number of ranks: with that in it, a graph that torch.compile keeps on
+    # disk is never taken for one of another number.
+    handle: int = next(_COUNT) * HANDLE_STRIDE + workspace.world.size
+
+    def forget(_: object) -> None:
+        _CALLS.pop(_HANDLES.pop(key))
+
+    _CALLS[handle] = (weakref.ref(workspace, forget), choices)
+    _HANDLES[key] = handle
     return handle
 
 
