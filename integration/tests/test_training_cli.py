@@ -214,6 +214,20 @@ def test_a_traced_step_shows_every_launch(
     assert found is not None
     assert int(found[1]) == 10
     assert int(found[2]) > 0
+    error = re.search(r"against FP32: (\S+) fused, (\S+) plain\n", shown)
+    assert error is not None
+    assert 0 < float(error[1]) < 2 * float(error[2])
+    row = r"^(\w+) .*\bm=\d+ .* (\d+) +(\d+) +([\d.]+) KiB +(\d+) of (\d+)$"
+    rows = re.findall(row, shown, re.MULTILINE)
+    assert {row[0] for row in rows} == {"ag_gemm", "gemm_rs", "bulk_ag", "bulk_rs"}
+    assert sum(int(row[1]) for row in rows) == int(found[1])
+    for _, launches, tiles, kib, switched, wgs in rows:
+        assert int(wgs) == 16 * int(launches) >= int(switched)
+        assert int(tiles) > 0
+        assert float(kib) > 0
+    # Reducers of `gemm_rs` have built before.
+    for op in ("ag_gemm", "gemm_rs"):
+        assert any(int(switched) for name, *_, switched, _ in rows if name == op)
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     calls = [e for e in events if (e["name"], e["pid"], e["tid"]) == ("call", 0, 0)]
     assert len(calls) == int(found[1])

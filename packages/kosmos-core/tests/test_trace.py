@@ -48,6 +48,9 @@ def test_decode_reads_rows_up_to_their_end() -> None:
 
 def test_switches_are_counted_between_moving_and_building() -> None:
     assert role_switches(SPANS) == {(0, 0): 1, (0, 1): 0, (1, 0): 2}
+    # What movers do at the end of a reduction is a mover's work too.
+    reduces = [Span(0, 2, "build", 0, 0, 1), Span(0, 2, "reduce", 0, 2, 3)]
+    assert role_switches([*reduces, Span(0, 2, "move", 0, 4, 5)]) == {(0, 2): 1}
 
 
 def test_perfetto_counts_from_the_first_span(tmp_path: Path) -> None:

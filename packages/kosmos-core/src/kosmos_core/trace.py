@@ -39,6 +39,10 @@ LABELS = {
 }
 
 
+# Whose work it is; what any workgroup does is left out.
+ROLES = {"move": "mover", "reduce": "mover", "combine": "mover", "build": "builder"}
+
+
 @dataclass(frozen=True)
 class Span:
     """What one workgroup did over a stretch of time.
@@ -101,16 +105,17 @@ def save_perfetto(spans: Iterable[Span], path: str | Path) -> None:
 
 
 def role_switches(spans: Sequence[Span]) -> dict[tuple[int, int], int]:
-    """How often each (rank, workgroup) changed between moving and building."""
+    """How often each (rank, workgroup) changed between mover and builder."""
     counts: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], str] = {}
     for s in sorted(spans, key=lambda s: s.begin_ns):
         wg = (s.rank, s.wg)
         counts.setdefault(wg, 0)
-        if s.kind in ("move", "build"):
-            if last.get(wg, s.kind) != s.kind:
+        role = ROLES.get(s.kind)
+        if role is not None:
+            if last.get(wg, role) != role:
                 counts[wg] += 1
-            last[wg] = s.kind
+            last[wg] = role
     return counts
 
 
