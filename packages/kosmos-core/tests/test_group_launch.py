@@ -1,16 +1,18 @@
-"""What a group's launches refuse and remember, without a GPU."""
+"""What launches on GPUs refuse, remember and wait for, without a GPU."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kosmos_core.errors import WorldError
-from kosmos_core.worlds import group
+from kosmos_core.worlds import group, virtual_gpu
 from kosmos_core.worlds.group import GroupWorld
 from kosmos_core.worlds.ordering import LaunchOrder
+from kosmos_core.worlds.virtual_gpu import VirtualGpuWorld
 
 
 class Recorded:
@@ -103,3 +105,38 @@ def test_sms_are_reserved_where_other_groups_of_gpus_communicate(
         monkeypatch.setenv("NCCL_MAX_CTAS", "many")
         with pytest.raises(WorldError, match="NCCL_MAX_CTAS: got 'many' in the environment"):
             world._default_reserve()
+
+
+def test_virtual_ranks_load_only_once_their_earlier_calls_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # This rank's first call spins until its peer has launched it, too.
+    peer_has_launched = threading.Event()
+    loads: list[bool] = []
+
+    class Launcher(Recorded):
+        def is_loaded(self, kernel: Any, device: int, key: Any) -> bool:
+            return key == "first"
+
+        def load(self, *_: Any) -> None:
+            # As the driver does, which waits for what runs; 0.2 s stand for the bound.
+            loads.append(peer_has_launched.wait(0.2))
+
+        def launch(self, *_: Any) -> None:
+            peer_has_launched.set()
+
+    monkeypatch.setattr(virtual_gpu, "LAUNCHER", Launcher(True))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    world: VirtualGpuWorld = object.__new__(VirtualGpuWorld)
+    world._device, world._lock = torch.device("cuda", 0), threading.Lock()
+    monkeypatch.setattr(world, "synchronize", lambda: peer_has_launched.wait(30))
+
+    def launch(key: str) -> None:
+        world.launch("kernel", 16, (), key, num_warps=8, num_stages=1)
+
+    mine = threading.Thread(target=launch, args=("second",))
+    mine.start()
+    mine.join(0.05)
+    launch("first")
+    mine.join()
+    assert loads == [True]

@@ -2,7 +2,8 @@
 
 Loading a module while another rank's kernel spins on the same GPU blocks until that kernel gives
 up. All ranks make the same calls, so the first of them to reach a call loads it before any rank
-runs it; ranks that make different calls on purpose must `prepare()` them beforehand.
+runs it, once the calls that it has made before are over; ranks that make different calls on purpose
+must `prepare()` them beforehand.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class VirtualGpuWorld(World):
         num_warps: int,
         num_stages: int,
     ) -> None:
+        self.load(kernel, args, key, num_warps=num_warps, num_stages=num_stages)
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         with self._lock:
             LAUNCHER.launch(
@@ -94,6 +96,11 @@ class VirtualGpuWorld(World):
     def load(
         self, kernel: Any, args: Sequence[Any], key: Hashable, *, num_warps: int, num_stages: int
     ) -> None:
+        if LAUNCHER.is_loaded(kernel, self._device.index, key):
+            return
+        # An earlier call of this rank may spin until its peers launch theirs, which the lock would
+        # keep them from. Once it is over, all that still runs ends without another launch.
+        self.synchronize()
         with self._lock:
             LAUNCHER.load(kernel, args, key, self._device.index, num_warps, num_stages)
 
