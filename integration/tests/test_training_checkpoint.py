@@ -135,6 +135,19 @@ def test_two_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "not there") is None
 
 
+def test_a_run_does_not_go_on_with_the_other_backend(
+    tmp_path: Path, make_job: Callable[..., Job]
+) -> None:
+    job, world = make_job(1), reference_world()
+    first, other = (Plan(job, backend, tmp_path, 1, False).identity(1) for backend in BACKENDS)
+    path = checkpoint.save(tmp_path, 1, {"identity": first}, world)
+    assert checkpoint.load(path, first, world) == {"identity": first}
+    with pytest.raises(
+        click.UsageError, match=f"backend {BACKENDS[0]}, this one has {BACKENDS[1]}"
+    ):
+        checkpoint.load(path, other, world)
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     world = reference_world()
     path = checkpoint.save(tmp_path, 7, {"identity": {"seed": 1}}, world)

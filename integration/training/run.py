@@ -52,7 +52,7 @@ class Plan:
         job = self.job
         return {
             **job.preset.identity(), "ranks": ranks, "steps": job.steps, "seed": job.seed,
-            "text": job.batches.fingerprint, "precision": job.precision,
+            "text": job.batches.fingerprint, "precision": job.precision, "backend": self.backend,
         }  # fmt: skip
 
 
