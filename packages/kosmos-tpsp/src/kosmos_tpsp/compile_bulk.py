@@ -51,6 +51,12 @@ ALLOWED: dict[str, Any] = {
     "reason": "tokens and features ragged at once, and the tile split or added to main_grad: masks "
     "of both factors and what the sum is added to take more registers than there are",
 }
+# What a split tile may spill on AMD where a mover builds.
+ALLOWED_TWO_WAY: dict[str, Any] = {
+    "allow_spills": 48,
+    "reason": "an ablation that no plan chooses: split in two a tile takes all registers already, "
+    "and what a two-way mover carries from tile to tile stands beside it",
+}
 
 
 def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
@@ -154,6 +160,8 @@ def bulk_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             for t in (PULL, PUSH)
             for changes in (
                 {"POLICY": FIXED},
+                {"POLICY": TWO_WAY},
+                {"POLICY": TWO_WAY, "SPLIT_K": 2, "MAIN_GRAD": 1},
                 {"PHASE": BUILD_ONLY},
                 {"PHASE": REDUCE_ONLY},
                 RAGGED,
@@ -164,6 +172,7 @@ def bulk_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
                 {**RAGGED, **ROWS_OF_8, "MAIN_GRAD": 1},
             )
         ]
+        variants += [({"TRANSPORT": t, "POLICY": TWO_WAY}, 8, 0) for t in (PULL, PUSH)]
         variants += [({}, 3, 0), ({}, 4, 0), ({"CLAIM_RUN": 1}, 2, 0), ({}, 2, 1024)]
         if tile is not machine.tile:
             variants = [
@@ -192,6 +201,8 @@ def _expected_rs(target: str, config: dict[str, Any], world: int) -> Expectation
     sends = world > 1 and reduces and config["TRANSPORT"] is PUSH
     ragged = not (config["EVEN_K"] or config["EVEN_M"])
     cornered = ragged and (config["SPLIT_K"] > 1 or config["MAIN_GRAD"])
+    alternates = config["POLICY"] is TWO_WAY and config["SPLIT_K"] > 1
+    allowed = ALLOWED if cornered else ALLOWED_TWO_WAY if alternates else {}
     return Expectations(
         release_sys=1 + sends if world > 1 else 0,
         release_gpu=1,
@@ -200,6 +211,6 @@ def _expected_rs(target: str, config: dict[str, Any], world: int) -> Expectation
         mma=1 if builds else 0,
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
-        **(ALLOWED if target == "gfx950" and cornered else {}),
+        **(allowed if target == "gfx950" else {}),
         **(STAGED_SPILL if target == "sm_90" and not builds else {}),
     )

@@ -349,7 +349,6 @@ def test_a_kept_gather_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
         (["gemm_rs", "--layout", "nn"], "layout: got 'nn' for gemm_rs"),
         (["gemm_rs", "--order", "naive"], "order: got naive for gemm_rs"),
         (["bulk_ag", "--order", "naive"], "order: got naive for bulk_ag, wanted none"),
-        (["bulk_rs", "--policy", "two_way"], "policy: got two_way for bulk_rs"),
         (["bulk_column"], "bulk_column"),
         (["bulk_ag", "--order-ablation"], "order-ablation: bulk_ag has no queue orders"),
         (["ag_gemm", "--shapes", "1,2"], "wanted llama3"),

@@ -65,7 +65,7 @@ def test_calls_one_after_another(ranks: int, transport: str) -> None:
         run(ranks, [*calls, *calls], seed)
 
 
-@pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
+@pytest.mark.parametrize("policy", ["one_way", "two_way", "fixed", "serial"])
 def test_policies_splits_and_caps(policy: str) -> None:
     for seed, (split_k, cap) in enumerate([(1, 2), (2, 3), (4, None)]):
         calls = [
@@ -177,7 +177,7 @@ def test_in_the_reference_world() -> None:
 
 def test_bad_input_is_told_to_all(on_cpu: OnCpu) -> None:
     bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"policy": "two_way"}, "policy: got 'two_way'"),
+        ({"policy": "both"}, "policy: got 'both'"),
         ({"crew": 3}, "crew: got a choice of this name"),
         ({"options": BulkRsOptions()}, "wanted BulkColumnOptions"),
         ({"cap": 1}, "cap: got 1"),

@@ -150,7 +150,7 @@ def test_shapes_and_transports(ranks: int, transport: str | None) -> None:
     run(ranks, seed=ranks, transport=transport)
 
 
-@pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
+@pytest.mark.parametrize("policy", ["one_way", "two_way", "fixed", "serial"])
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
 def test_policies(policy: str, vendor: str) -> None:
     run(1, 3, policy=policy, vendor=vendor)
@@ -290,7 +290,7 @@ BAD: tuple[tuple[str, dict[str, Any], type[Exception], str], ...] = (
     ("width", {"dy": (32, 0)}, ArgumentError, "features: got m = 0 and n = 32"),
     ("dtype", {"dtype": torch.float32}, ArgumentError, "dx: got dtype torch.float32"),
     ("room", {"rows": 256}, WorkspaceError, r"workspace: \[256, 32\] needs more than its"),
-    ("policy", {"policy": "two_way"}, ArgumentError, "wanted one of one_way, fixed, serial"),
+    ("policy", {"policy": "both"}, ArgumentError, "wanted one of one_way, two_way, fixed, serial"),
     ("transport", {"transport": "ring"}, ArgumentError, "wanted one of pull, push"),
     ("pull", {"transport": "pull"}, ArgumentError, "got 'pull' for a dx of its own memory"),
     ("cap", {"cap": 1}, ArgumentError, "cap: got 1, wanted at least 2"),
@@ -368,7 +368,7 @@ def wait_for(
     return made
 
 
-@pytest.mark.parametrize("policy", ["one_way", "fixed", "serial"])
+@pytest.mark.parametrize("policy", ["one_way", "two_way", "fixed", "serial"])
 @pytest.mark.parametrize("pulled", [True, False])
 @pytest.mark.parametrize("kind", ["absent", "other call"])
 def test_a_rank_that_does_not_come_is_named_and_nothing_wrong_is_left(
@@ -447,6 +447,10 @@ WRONG: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
         bulk_rs_kernel, "queue_claim(call.set_ptr + JOIN_QUEUE) < max_movers - num_movers",
         "queue_claim(call.set_ptr + JOIN_QUEUE) < 0", {"ranks": 1},
     ),
+    "claimed and left": (
+        bulk_rs_kernel, "standing, place = build_gradient(", "standing, _ = build_gradient(",
+        {"pulled": True, "choices": {"policy": "two_way"}},
+    ),
     "tokens left out": (
         gemm.gemm_step, "a = load_tile(a_view, chunk, k, row, BLOCK_K, BLOCK_M, EVEN_K, EVEN_M",
         "a = load_tile(a_view, chunk, k + 1, row, BLOCK_K, BLOCK_M, EVEN_K, EVEN_M", {},
@@ -471,7 +475,8 @@ def test_a_wrong_value_is_seen(defect: str) -> None:
         workspace = TpSpWorkspace(world, 192, 72)
         found = []
         for shape in SHAPES[:2]:
-            made = make(workspace, shape, how.get("adds", False), how.get("pulled", False))
+            placed = how.get("adds", False), how.get("pulled", False)
+            made = make(workspace, shape, *placed, **how.get("choices", {}))
             most = 1e-5 if how.get("adds") else 4e-3
             found.append(made.right and made.error < most)
         workspace.destroy()

@@ -110,10 +110,7 @@ def line_up(rig: Rig, data: Data, *, sweep: bool) -> Lineup:
     else:
         lineup.variants[ASYNC_TP] = async_tp
     if sweep:
-        if TWO_WAY in driver.policies:
-            lineup.fused(rig, data, TWO_WAY, policy="two_way")
-        else:
-            lineup.unavailable[TWO_WAY] = f"{driver.name} has no such policy"
+        lineup.fused(rig, data, TWO_WAY, policy="two_way")
         for crew in FIXED_CREWS:
             name = f"{FIXED_PREFIX}{crew}"
             lineup.fused(rig, data, name, policy="fixed", **{driver.crew: crew})

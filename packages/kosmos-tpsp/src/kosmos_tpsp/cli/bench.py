@@ -73,12 +73,9 @@ def bench(
     driver = DRIVERS[op]
     order = order or next(iter(driver.orders), None)
     layout = layout or driver.layouts[0]
-    for name, value, allowed in (
-        ("order", order, driver.orders), ("policy", policy, driver.policies),
-    ):  # fmt: skip
-        if value is not None and value not in allowed:
-            wanted = ", ".join(allowed) or "none: there is no choice"
-            raise click.UsageError(f"{name}: got {value} for {op}, wanted {wanted}")
+    if order is not None and order not in driver.orders:
+        wanted = ", ".join(driver.orders) or "none: there is no choice"
+        raise click.UsageError(f"order: got {order} for {op}, wanted {wanted}")
     if order_ablation and not driver.orders:
         raise click.UsageError(f"order-ablation: {op} has no queue orders to choose from")
     cases, ordered = _cases(op, shapes, layout, order_ablation)

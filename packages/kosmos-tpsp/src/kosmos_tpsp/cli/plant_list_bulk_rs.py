@@ -11,6 +11,8 @@ PULL = {"transport": "pull"}
 PUSH = {"transport": "push"}
 # (tokens of a rank, n, m): several tile rows, ragged, twice.
 WIDE = ((72, 40, 24),) * 3
+# Tiles enough for a mover that builds to send everything and add up between them.
+DEEP = ((40, 72, 200),) * 2
 
 
 def _plant(name: str, rule: str, what: str, *edits: tuple[Any, str, str], **more: Any) -> Plant:
@@ -103,5 +105,34 @@ BULK_RS_PLANTS = [
             "standing = move(ops, ctx, call, standing, grid, n, CONFIG)",
         ),
         choices=PUSH,
+    ),
+    _plant(
+        "added_up_between_tiles_before_arrival",
+        "consume",
+        "a mover that builds adds up a unit between tiles that has not arrived from one peer",
+        (gradient.add_if_here, "CONFIG.SLICES, 1) == 0", "CONFIG.SLICES, 1) <= 1"),
+        choices={"policy": "two_way", **PUSH},
+        ranks=3,
+        shapes=DEEP,
+    ),
+    _plant(
+        "pulled_between_tiles_before_start",
+        "start and end",
+        "a mover that builds pulls rows between tiles without holding the starts of its peers",
+        (gradient.add_if_here, "hold_all(ctx, call, standing, grid, tile_row, CONFIG)", "standing"),
+        choices={"policy": "two_way", **PULL},
+        ranks=3,
+        shapes=DEEP,
+    ),
+    _plant(
+        "sent_between_tiles_alone",
+        "claims",
+        "what a mover that builds has not sent when no tile is left stays unsent",
+        (
+            gradient.reduce_chunk,
+            "standing = move(ops, ctx, call, standing, grid, n, CONFIG)",
+            "standing = standing",
+        ),
+        choices={"policy": "two_way", **PUSH},
     ),
 ]

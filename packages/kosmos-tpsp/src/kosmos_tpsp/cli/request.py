@@ -73,7 +73,6 @@ class Request:
         for name, value, allowed in (
             ("dtype", self.dtype, driver.dtypes),
             ("order", self.order, driver.orders),
-            ("policy", self.policy, driver.policies),
             ("transport", self.transport, driver.transports),
             ("layout", self.layout, driver.layouts),
         ):

@@ -210,7 +210,7 @@ def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
 
 def _bulk_rs_options(rng: random.Random, split_k: int | None) -> BulkRsOptions:
     return BulkRsOptions(
-        policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
+        policy=rng.choice(("one_way", "one_way", "two_way", "fixed", "serial")),
         transport=rng.choice((None, "pull", "push", "push")),
         reducers_per_peer=rng.choice((None, None, 1, 2, 3)),
         split_k=split_k,
@@ -248,7 +248,7 @@ def _column_options(rng: random.Random, split_k: int | None) -> Any:
     if kind < 0.4:
         return _bulk_rs_options(rng, split_k)
     return BulkColumnOptions(
-        policy=rng.choice(("one_way", "one_way", "fixed", "serial")),
+        policy=rng.choice(("one_way", "one_way", "two_way", "fixed", "serial")),
         transport=rng.choice((None, "pull", "push")),
         movers_per_peer=rng.choice((None, None, 1, 2, 3)),
         split_k=split_k,

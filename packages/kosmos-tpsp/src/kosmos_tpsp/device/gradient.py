@@ -2,7 +2,8 @@
 
 The builders multiply two complete matrices, and the movers add up complete ones: neither waits for
 the other. Pulled, the movers read the rows where each rank has them; pushed, they first send every
-peer the rows that it owns, and the owner adds up what has arrived.
+peer the rows that it owns, and the owner adds up what has arrived. With two-way roles a mover does
+so one unit at a time, before each tile that it builds.
 """
 
 from typing import NamedTuple
@@ -11,16 +12,18 @@ import triton
 import triton.language as tl
 from kosmos_core.device.barrier import start_hold_all
 from kosmos_core.device.gemm import add_accumulator
-from kosmos_core.device.layout import HANDOVER, PHASE_REDUCE
+from kosmos_core.device.layout import HANDOVER, PHASE_REDUCE, REDUCE_QUEUE, UNIT_QUEUE
 from kosmos_core.device.peers import peer_ptr
+from kosmos_core.device.queue import queue_claim
+from kosmos_core.device.roles import TWO_WAY, is_mover_first
 from kosmos_core.device.target import fence_async_proxy, matrix_view
 from kosmos_core.device.tiles import Grid
 
 from kosmos_tpsp.device.beside import locate
 from kosmos_tpsp.device.build import build_tiles, store_output, tile_sum
-from kosmos_tpsp.device.config import PUSH, GradientOperands
-from kosmos_tpsp.device.gather import move
-from kosmos_tpsp.device.scatter import add_up, await_sources
+from kosmos_tpsp.device.config import BUILD_ONLY, PUSH, GradientOperands
+from kosmos_tpsp.device.gather import move, move_unit, num_units
+from kosmos_tpsp.device.scatter import add_unit, add_up, await_sources, num_late
 
 
 class GradientJob(NamedTuple):
@@ -29,7 +32,10 @@ class GradientJob(NamedTuple):
     Attributes:
         ops: the matrices.
         grid: the output tiles, all rows in one chunk.
+        rows: the own rows of what is reduced beside it.
+        n: columns of both.
         k: contraction, the tokens.
+        num_movers: workgroups that move first.
         left: view of the left factor.
         right: view of the right factor.
         gradient: view of the weight gradient.
@@ -37,16 +43,13 @@ class GradientJob(NamedTuple):
 
     ops: GradientOperands
     grid: Grid
+    rows: Grid
+    n: tl.tensor
     k: tl.tensor
+    num_movers: tl.tensor
     left: tl.tensor
     right: tl.tensor
     gradient: tl.tensor
-
-
-@triton.jit
-def await_nothing(job, ctx, call, standing, state, tile, CONFIG):
-    """Both factors are complete before the call."""
-    return standing, state
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def multiply(job, ctx, call, standing, tile, k_begin, k_end, CONFIG):
 
 
 @triton.jit
-def store(job, ctx, call, standing, state, tile, acc, CONFIG):
+def store(job, ctx, call, standing, place, tile, acc, CONFIG):
     """Rounds a complete tile and stores it, or adds it to what the parameter has gathered."""
     if CONFIG.MAIN_GRAD:
         add_accumulator(
@@ -68,12 +71,16 @@ def store(job, ctx, call, standing, state, tile, acc, CONFIG):
     else:
         row = tile.row_block * CONFIG.BLOCK_M
         store_output(job.gradient, 0, row, tile, acc, CONFIG, ctx.TARGET)
-    return state
+    return place
 
 
 @triton.jit
-def build_gradient(ops, ctx, call, standing, m, n, k, builders, split_tiles, CONFIG):
-    """A builder: tiles of the weight gradient in queue order until none is left."""
+def build_gradient(ops, ctx, call, standing, rows, m, n, k, num_movers, split_tiles, CONFIG):
+    """A builder: tiles of the weight gradient in queue order until none is left.
+
+    Returns (standing, place): with two-way roles `place` is a unit that this workgroup has claimed
+    and not added up yet; -1 if it has none.
+    """
     T: tl.constexpr = ctx.TARGET
     grid = Grid(m, tl.cdiv(m, CONFIG.BLOCK_M), tl.cdiv(n, CONFIG.BLOCK_N))
     left = matrix_view(ops.left_ptr, 1, k, m, CONFIG.BLOCK_K, CONFIG.BLOCK_M, T)
@@ -82,12 +89,12 @@ def build_gradient(ops, ctx, call, standing, m, n, k, builders, split_tiles, CON
         ops.gradient_ptr, 1, m, n, CONFIG.BLOCK_M, CONFIG.BLOCK_N // CONFIG.STORE_SPLITS, T
     )
     tiles = grid.tile_rows * grid.columns
-    job = GradientJob(ops, grid, k, left, right, gradient)
-    standing, _ = build_tiles(
-        job, ctx, call, standing, tiles, tiles, builders, split_tiles, CONFIG,
-        locate, await_nothing, multiply, store,
+    builders = tl.maximum(tl.num_programs(0) - num_movers, 1)
+    job = GradientJob(ops, grid, rows, n, k, num_movers, left, right, gradient)
+    return build_tiles(
+        job, ctx, call, standing, tiles * 0 - 1, tiles, builders, split_tiles, CONFIG,
+        locate, alternate, multiply, store,
     )  # fmt: skip
-    return standing
 
 
 @triton.jit
@@ -128,13 +135,80 @@ def own_or_landed(ops, ctx, call, chunk, CONFIG):
 
 
 @triton.jit
-def reduce_chunk(ops, ctx, call, standing, grid, n, CONFIG):
-    """A mover: brings what all ranks have of the own rows together and adds it up."""
+def reduce_chunk(ops, ctx, call, standing, grid, n, CONFIG, place):
+    """A mover: brings what all ranks have of the own rows together and adds it up.
+
+    place: as `add_up` has it.
+    """
     if CONFIG.TRANSPORT == PUSH or ctx.WORLD == 1:
         if ctx.WORLD > 1:
             standing = move(ops, ctx, call, standing, grid, n, CONFIG)
-        standing = add_up(ops, ctx, call, standing, grid, n, CONFIG, await_sent, own_or_landed)
+        standing = add_up(
+            ops, ctx, call, standing, grid, n, CONFIG, await_sent, own_or_landed, place=place
+        )
     else:
-        standing = add_up(ops, ctx, call, standing, grid, n, CONFIG, hold_all, handed_over)
+        standing = add_up(
+            ops, ctx, call, standing, grid, n, CONFIG, hold_all, handed_over, place=place
+        )
     fence_async_proxy(ctx.TARGET)
     return standing
+
+
+@triton.jit
+def send_next(ops, ctx, call, standing, grid, n, CONFIG):
+    """Push: sends the next slice to the rank that owns it.
+
+    Returns (standing, whether there was one).
+    """
+    sent = grid.tile_rows < 0
+    if CONFIG.TRANSPORT == PUSH:
+        unit = queue_claim(call.set_ptr + UNIT_QUEUE)
+        sent = unit < num_units(ctx, grid, CONFIG)
+        if sent:
+            standing, unit = move_unit(ops, ctx, call, standing, grid, n, unit, CONFIG, False)
+    return standing, sent
+
+
+@triton.jit
+def add_if_here(ops, ctx, call, standing, grid, n, place, CONFIG):
+    """Two-way: adds up a unit that this workgroup has claimed, unless some of it is missing.
+
+    Returns (standing, the next unit, or the same one).
+    """
+    tile_row = place // CONFIG.SLICES
+    if CONFIG.TRANSPORT == PUSH:
+        here = num_late(ctx, call, tile_row, CONFIG.SLICES, 1) == 0
+        chunks = own_or_landed(ops, ctx, call, grid.chunk_rows.to(tl.int64) * n, CONFIG)
+    else:
+        standing = hold_all(ctx, call, standing, grid, tile_row, CONFIG)
+        here = place >= 0
+        chunks = handed_over(ops, ctx, call, grid.chunk_rows.to(tl.int64) * n, CONFIG)
+    if here:
+        add_unit(ops, ctx, standing, grid, n, chunks, place, CONFIG)
+        place = queue_claim(call.set_ptr + REDUCE_QUEUE)
+    return standing, place
+
+
+@triton.jit
+def alternate(job, ctx, call, standing, place, tile, CONFIG):
+    """With two-way roles, a mover moves a unit before each tile until none is left.
+
+    It sends one while there are any, then adds up those of the own rows that have arrived: what is
+    missing keeps it from nothing as long as there are tiles.
+
+    place: the unit that it adds up next; -1 while it sends, past the last one once none is left.
+    Returns (standing, place).
+    """
+    if CONFIG.POLICY == TWO_WAY and CONFIG.PHASE != BUILD_ONLY:
+        if is_mover_first(call, job.num_movers):
+            if place < 0:
+                standing, sent = send_next(job.ops, ctx, call, standing, job.rows, job.n, CONFIG)
+                if not sent:
+                    place = queue_claim(call.set_ptr + REDUCE_QUEUE)
+            elif place < job.rows.tile_rows * CONFIG.SLICES:
+                standing, place = add_if_here(
+                    job.ops, ctx, call, standing, job.rows, job.n, place, CONFIG
+                )
+            # A start was acquired, perhaps, or arrivals.
+            fence_async_proxy(ctx.TARGET)
+    return standing, place

@@ -38,12 +38,14 @@ from kosmos_core.device.mover import fill_nan
 from kosmos_core.device.peers import peer_at, peer_ptr
 from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.reduce import reduce_run
+from kosmos_core.device.roles import TWO_WAY
 from kosmos_core.device.target import NVIDIA, fence_async_proxy, matrix_view
 from kosmos_core.device.tiles import Grid, num_scattered_tiles, scattered_tile
 from kosmos_core.device.trace import REDUCE, WAIT, trace_begin, trace_end
 
 from kosmos_tpsp.device.build import build_claim, build_tiles, store_output, tile_sum, view_weights
 from kosmos_tpsp.device.config import REDUCE_ONLY, ScatterOperands
+from kosmos_tpsp.device.gather import slice_rows
 
 
 class ScatteredJob(NamedTuple):
@@ -208,12 +210,15 @@ def build_and_send(job, ctx, call, standing, CONFIG):
 
 
 @triton.jit
-def num_late(ctx, call, grid, tile_row, CONFIG):
-    """Sources that have not sent all of a tile row of the own chunk yet, as of one look."""
+def num_late(ctx, call, tile_row, wanted, FIRST: tl.constexpr):
+    """Ranks that have counted less than `wanted` into a tile row of the own chunk, at one look.
+
+    FIRST: 0, or 1 to leave out this rank itself.
+    """
     words_ptr = peer_ptr(ctx, ARRIVAL, call.rank, tl.int32) + call.parity * ctx.ARRIVAL_WORDS
-    wanted = tiles_of_row(grid, tile_row, CONFIG)
-    late = wanted * 0
-    for source in range(ctx.WORLD):
+    late = tile_row * 0
+    for step in range(FIRST, ctx.WORLD):
+        source = peer_at(call.rank, step, ctx.WORLD)
         seen = flag_read(words_ptr + source * ctx.MAX_ROWS + tile_row, "sys")
         late += (seen < wanted).to(tl.int32)
     return late
@@ -225,8 +230,9 @@ def send_meanwhile(job, ctx, call, standing, tile_row, CONFIG):
 
     Each is counted at once: its owner may wait for it while this workgroup waits for others.
     """
+    wanted = tiles_of_row(job.grid, tile_row, CONFIG)
     more = job.tiles > 0
-    while more & (num_late(ctx, call, job.grid, tile_row, CONFIG) > 0):
+    while more & (num_late(ctx, call, tile_row, wanted, 0) > 0):
         fence_async_proxy(ctx.TARGET)
         standing, sent, more = build_claim(
             job, ctx, call, standing, job.tiles * 0 - 1, job.tiles, job.builders, job.split_tiles,
@@ -304,8 +310,37 @@ def await_all_partials(ctx, call, standing, grid, CONFIG):
 
 
 @triton.jit
+def add_unit(ops, ctx, standing, grid, n, sources, unit, CONFIG):
+    """Adds up a unit of the own chunk; leaves NaN once the call is aborted.
+
+    sources: the address of the own chunk at each rank, by rank.
+    """
+    begin = trace_begin(ctx)
+    first, rows = slice_rows(grid, unit // CONFIG.SLICES, unit % CONFIG.SLICES, CONFIG)
+    offset = first.to(tl.int64) * n
+    if standing.ok != 0:
+        reduce_run(
+            advance_all(sources, offset, ctx.WORLD), ops.out_ptr + offset, rows * n, ctx.WORLD,
+            CONFIG.REDUCE_ELEMENTS,
+        )  # fmt: skip
+    else:
+        fill_nan(ops.out_ptr + offset, rows * n, CONFIG.REDUCE_ELEMENTS)
+    trace_end(ctx, REDUCE, unit, begin)
+
+
+@triton.jit
 def add_up(
-    ops, ctx, call, standing, grid, n, CONFIG, AWAIT: tl.constexpr, SOURCES: tl.constexpr, job=None
+    ops,
+    ctx,
+    call,
+    standing,
+    grid,
+    n,
+    CONFIG,
+    AWAIT: tl.constexpr,
+    SOURCES: tl.constexpr,
+    job=None,
+    place=None,
 ):
     """A mover: units of the own chunk in queue order until none is left.
 
@@ -313,8 +348,8 @@ def add_up(
     SOURCES: (ops, ctx, call, chunk, CONFIG) gives the address of the own chunk at each of them, in
         rank order; a chunk has `chunk` elements.
     job: tiles that it builds while rows are missing, with two-way roles.
+    place: with two-way roles, a unit that it has claimed already, or -1.
     """
-    ROWS: tl.constexpr = CONFIG.TILE_ROW_ROWS // CONFIG.SLICES
     units = grid.tile_rows * CONFIG.SLICES
     chunk = grid.chunk_rows.to(tl.int64) * n
     sources = SOURCES(ops, ctx, call, chunk, CONFIG)
@@ -322,11 +357,15 @@ def add_up(
     # One claim only stands in the source: triton 3.6 on AMD merges two into an irreducible loop.
     unit = units * 0
     while unit < units:
-        unit = queue_claim(call.set_ptr + REDUCE_QUEUE)
+        if place is None or CONFIG.POLICY != TWO_WAY:
+            unit = queue_claim(call.set_ptr + REDUCE_QUEUE)
+        else:
+            unit = place
+            if place < 0:
+                unit = queue_claim(call.set_ptr + REDUCE_QUEUE)
+            place = unit * 0 - 1
         if unit < units:
             tile_row = unit // CONFIG.SLICES
-            first = tile_row * CONFIG.TILE_ROW_ROWS + unit % CONFIG.SLICES * ROWS
-            elements = tl.maximum(tl.minimum(grid.chunk_rows - first, ROWS), 0) * n
             # Units are claimed in order, and neighbours share a tile row.
             if tile_row != ready:
                 if job is not None:
@@ -335,14 +374,5 @@ def add_up(
                 standing = AWAIT(ctx, call, standing, grid, tile_row, CONFIG)
                 trace_end(ctx, WAIT, tile_row, begin)
                 ready = tile_row
-            begin = trace_begin(ctx)
-            offset = first.to(tl.int64) * n
-            if standing.ok != 0:
-                reduce_run(
-                    advance_all(sources, offset, ctx.WORLD), ops.out_ptr + offset, elements,
-                    ctx.WORLD, CONFIG.REDUCE_ELEMENTS,
-                )  # fmt: skip
-            else:
-                fill_nan(ops.out_ptr + offset, elements, CONFIG.REDUCE_ELEMENTS)
-            trace_end(ctx, REDUCE, unit, begin)
+            add_unit(ops, ctx, standing, grid, n, sources, unit, CONFIG)
     return standing

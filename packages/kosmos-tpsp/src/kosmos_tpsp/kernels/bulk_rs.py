@@ -11,7 +11,7 @@ import triton.language as tl
 from kosmos_core.device.barrier import call_clean, call_enter, call_leave, start_publish
 from kosmos_core.device.layout import JOIN_QUEUE
 from kosmos_core.device.queue import queue_claim
-from kosmos_core.device.roles import FIXED, is_builder_last, is_mover_first
+from kosmos_core.device.roles import FIXED, TWO_WAY, is_builder_last, is_mover_first
 from kosmos_core.device.tiles import Grid
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
@@ -28,8 +28,9 @@ def bulk_rs_kernel(ops, ctx, m, n, k, num_movers, max_movers, split_tiles, call_
     1. Enter: arrival ticket, epoch, abort word; ticket 0 publishes the start word, since the input
        is complete.
     2. Movers, the first to arrive, add up the own rows of all ranks.
-    3. Builders, and movers once no rows are left, build tiles of the weight gradient.
-    4. Builders that find no tile left join the movers, up to `max_movers`.
+    3. Builders, and movers once no rows are left, build tiles of the weight gradient. With two-way
+       roles movers build at once, and move something before each tile.
+    4. Movers that have rows left, and builders, up to `max_movers`, add up what is left.
     5. Leave: the last one holds every peer's start and moves the epoch on.
     """
     # As in `ag_gemm`: rows are multiples of 16 bytes, and the compiler is to know it.
@@ -44,19 +45,21 @@ def bulk_rs_kernel(ops, ctx, m, n, k, num_movers, max_movers, split_tiles, call_
             start_publish(ctx, call)
         call_clean(ctx, call, standing)
     first = is_mover_first(call, num_movers)
-    if CONFIG.PHASE != BUILD_ONLY:
+    place = call.ticket * 0 - 1
+    if CONFIG.PHASE != BUILD_ONLY and CONFIG.POLICY != TWO_WAY:
         if first:
-            standing = reduce_chunk(ops, ctx, call, standing, rows, n, CONFIG)
+            standing = reduce_chunk(ops, ctx, call, standing, rows, n, CONFIG, place)
     if CONFIG.PHASE != REDUCE_ONLY:
         if is_builder_last(call, num_movers, CONFIG.POLICY):
-            builders = tl.maximum(tl.num_programs(0) - num_movers, 1)
-            standing = build_gradient(
-                ops, ctx, call, standing, m, n, k, builders, split_tiles, CONFIG
+            standing, place = build_gradient(
+                ops, ctx, call, standing, rows, m, n, k, num_movers, split_tiles, CONFIG
             )
     if CONFIG.PHASE == FUSED and CONFIG.POLICY != FIXED:
+        joins = first & (CONFIG.POLICY == TWO_WAY)
         if not first:
             # What moves beyond saturation only takes bandwidth from what moves already.
-            if queue_claim(call.set_ptr + JOIN_QUEUE) < max_movers - num_movers:
-                standing = reduce_chunk(ops, ctx, call, standing, rows, n, CONFIG)
+            joins = queue_claim(call.set_ptr + JOIN_QUEUE) < max_movers - num_movers
+        if joins:
+            standing = reduce_chunk(ops, ctx, call, standing, rows, n, CONFIG, place)
     trace_end(ctx, CALL, call.ticket, begin)
     call_leave(ctx, call, standing)

@@ -21,7 +21,7 @@ class BulkColumnOptions:
 
     Attributes:
         cap: most workgroups to use.
-        policy: "one_way", "fixed" or "serial".
+        policy: "one_way", "two_way", "fixed" or "serial".
         transport: "pull" or "push"; None takes the gather's by the rules, and pulls dx.
         movers_per_peer: crew size for each peer.
         split_k: parts of the contraction of every tile: 1, 2, 4 or 8.

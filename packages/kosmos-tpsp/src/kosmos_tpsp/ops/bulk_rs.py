@@ -19,11 +19,9 @@ from kosmos_tpsp.device.config import BulkRsConfig, GradientOperands
 from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
 from kosmos_tpsp.ops import prepared, validate
 from kosmos_tpsp.ops.gemm_rs import REDUCED_OF_ALL, REDUCED_OF_EACH
-from kosmos_tpsp.ops.prepared import Prepared
+from kosmos_tpsp.ops.prepared import POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
-# A mover waits for nothing but starts, and a builder for nothing at all: two-way is one-way.
-BULK_RS_POLICIES = ("one_way", "fixed", "serial")
 BULK_RS_TRANSPORTS = ("pull", "push")
 
 
@@ -33,7 +31,7 @@ class BulkRsOptions:
 
     Attributes:
         cap: most workgroups to use.
-        policy: "one_way", "fixed" or "serial".
+        policy: "one_way", "two_way", "fixed" or "serial".
         transport: "pull", which only the workspace's handover can be, or "push"; None pulls what
             lies in the handover and pushes anything else.
         reducers_per_peer: crew size for each peer.
@@ -222,7 +220,7 @@ def _plan(
             "the tensor that the last bulk_ag returned; take dx_to='tensor' to keep one for longer",
         )
     validate.check_types(options, "reducers_per_peer")
-    validate.check_choice("policy", options.policy, BULK_RS_POLICIES)
+    validate.check_choice("policy", options.policy, tuple(POLICIES))
     validate.check_choice("transport", options.transport, BULK_RS_TRANSPORTS, optional=True)
     validate.check_split_k(options.split_k)
     world = workspace.world

@@ -88,7 +88,6 @@ class Driver:
         options: its choices.
         layouts: of its GEMM, the default first.
         orders: its queue orders, the default first; none where there is nothing to choose.
-        policies: its policies, the default first.
         transports: its transports.
         crew: the choice that says how many workgroups move for each peer.
         tokens: which of m, n and k is shared out among the ranks.
@@ -114,7 +113,6 @@ class Driver:
     options: type[Any]
     layouts: tuple[str, ...]
     orders: tuple[str, ...]
-    policies: tuple[str, ...]
     transports: tuple[str, ...]
     crew: str
     tokens: str
@@ -242,7 +240,6 @@ DRIVERS = {
             options=AgGemmOptions,
             layouts=("tn", "nn"),
             orders=("local_first", "chunk_major", "naive"),
-            policies=("one_way", "two_way", "fixed", "serial"),
             transports=("pull", "push"),
             crew="movers_per_peer",
             tokens="m",
@@ -264,7 +261,6 @@ DRIVERS = {
             options=GemmRsOptions,
             layouts=("tn",),
             orders=("band_major", "row_major"),
-            policies=("one_way", "two_way", "fixed", "serial"),
             transports=("pull", "push"),
             crew="reducers_per_peer",
             tokens="m",
@@ -283,7 +279,6 @@ DRIVERS = {
             options=BulkAgOptions,
             layouts=("nn",),
             orders=(),
-            policies=("one_way", "two_way", "fixed", "serial"),
             transports=("pull", "push"),
             crew="movers_per_peer",
             tokens="m",
@@ -309,7 +304,6 @@ DRIVERS = {
             options=BulkRsOptions,
             layouts=("nt",),
             orders=(),
-            policies=("one_way", "fixed", "serial"),
             transports=("pull", "push"),
             crew="reducers_per_peer",
             tokens="k",
@@ -333,7 +327,6 @@ DRIVERS = {
             options=BulkColumnOptions,
             layouts=("nn",),
             orders=(),
-            policies=("one_way", "fixed", "serial"),
             transports=("pull", "push"),
             crew="movers_per_peer",
             tokens="m",

@@ -16,13 +16,11 @@ from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import GemmRsConfig, ScatterOperands
 from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
 from kosmos_tpsp.ops import prepared, validate
-from kosmos_tpsp.ops.prepared import LAYOUTS, Prepared
+from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 LAYOUT = "tn"
 ORDERS = {"band_major": 0, "row_major": 1}
-# What the kernel has of what plans know.
-GEMM_RS_POLICIES = ("one_way", "two_way", "fixed", "serial")
 GEMM_RS_TRANSPORTS = ("pull", "push")
 # Elements that a mover adds up at once: of each source, and of all; more would spill registers.
 REDUCED_OF_EACH = 8192
@@ -153,7 +151,7 @@ def _plan(
     x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
 ) -> Prepared:
     validate.check_types(options, "reducers_per_peer")
-    validate.check_choice("policy", options.policy, GEMM_RS_POLICIES)
+    validate.check_choice("policy", options.policy, tuple(POLICIES))
     validate.check_choice("order", options.order, tuple(ORDERS))
     validate.check_choice(
         "transport", options.transport, workspace.reduce_transports, optional=True

@@ -29,9 +29,9 @@ LOG = logging.getLogger("kosmos_tpsp")
 _LOGGED: set[tuple[str, str]] = set()
 LAYOUTS = {"tn": 0, "nn": 1}
 POLICIES = {
-    "fixed": roles.FIXED,
     "one_way": roles.ONE_WAY,
     "two_way": roles.TWO_WAY,
+    "fixed": roles.FIXED,
     "serial": roles.ONE_WAY,
 }
 TRANSPORTS = {"pull": codes.PULL, "push": codes.PUSH}
