@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kosmos_core.errors import ArgumentError, PeerFaultError
 from kosmos_core.worlds import World
 from kosmos_tpsp import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 
@@ -63,6 +64,28 @@ def test_a_weight_gradient_that_is_not_asked_for_is_not_added(
         torch.testing.assert_close(layer.weight.main_grad, 2 * once)
 
     on_cpu(2, host)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_nobody_gathers_for_a_peer_that_refuses_its_main_grad(
+    kind: Any, on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        layer = kind(HIDDEN, INNER, bias=False, group=world, max_tokens=TOKENS)
+        # With a frozen input the gather is a plain collective, which would wait for ever.
+        rows = TOKENS // 4 if kind is ColumnParallelLinear else TOKENS
+        y = layer(torch.randn(rows, layer.weight.shape[1]).bfloat16())
+        workspace = layer.call.workspace.get()
+        if rank == 1:
+            layer.weight.main_grad = torch.zeros(8)
+            with pytest.raises(ArgumentError, match=r"weight.main_grad: got \(8,\)"):
+                y.sum().backward()
+        else:
+            with pytest.raises(PeerFaultError, match="rank 1 refused its call before launch"):
+                y.sum().backward()
+        workspace.reset()
+
+    on_cpu(4, host, jump_clock=False)
 
 
 def test_a_stand_in_that_autograd_has_added_to_is_not_used_again(

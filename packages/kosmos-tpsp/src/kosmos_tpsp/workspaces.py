@@ -417,6 +417,12 @@ class TpSpWorkspace(Workspace):
         self._calls_without_rows = 0
         super().reset()
 
+    def _release(self) -> None:
+        super()._release()
+        for tensor in (self.partials, *self._outgrown):
+            if tensor is not None:
+                self.world.release(tensor)
+
     def destroy(self) -> None:
         """Releases the memory, as `Workspace.destroy()` does, and what calls prepared.
 

@@ -106,7 +106,7 @@ def ag_gemm(
         if out is None:
             out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
         else:
-            validate.check_out("out", out, (m, n), x.device, {"x": x, "w": w})
+            validate.check_out("out", out, (m, n), workspace, {"x": x, "w": w})
         kept = None
         if call.decline is None or m == 0:
             inputs = _inputs(x, w, call.configs[0])

@@ -77,8 +77,11 @@ def bulk_ag(
     Returns:
         (gathered [m, n], dx = dy @ w [m, n]). Handed over (`BulkAgOptions.dx_to`), dx is a view of
         the workspace's memory that the next `bulk_ag` on it overwrites; a call that is declined, or
-        has no peers, gives an ordinary tensor all the same. An aborted call leaves NaN wherever
-        rows are missing, but in a dx handed over it may leave what was there.
+        has no peers, gives an ordinary tensor all the same. Read a dx handed over, but do not write
+        to it once `bulk_rs` has been called on it: peers read it in place, some of them perhaps
+        after this rank's call is over; what a later call on the workspace writes waits for them.
+        An aborted call leaves NaN wherever rows are missing, but in a dx handed over it may leave
+        what was there.
 
     Raises:
         ArgumentError: wrong type, dtype, device, shape or choice; the peers are told, as they are
@@ -103,7 +106,7 @@ def bulk_ag(
         fused = call.decline is None and call.problem.m > 0
         if fused:
             x, dy, w = validate.dense(x), validate.dense(dy), validate.dense(w)
-        gathered = _memory("gathered", gathered, shape, given)
+        gathered = _memory("gathered", gathered, shape, given, workspace)
         if out is not None and options.dx_to != TENSOR:
             raise validate.reject(
                 validate.ARGUMENT,
@@ -121,7 +124,7 @@ def bulk_ag(
                         f"dx, wanted other memory; clone {name}, or use dx_to='tensor'",
                     )
         else:
-            out = _memory("out", out, shape, given)
+            out = _memory("out", out, shape, given, workspace)
     if call.problem.m == 0:
         workspace.pass_over()
     elif call.decline is not None:
@@ -164,13 +167,16 @@ def describe_bulk_ag(
 
 
 def _memory(
-    name: str, t: torch.Tensor | None, shape: tuple[int, int], given: dict[str, torch.Tensor]
+    name: str,
+    t: torch.Tensor | None,
+    shape: tuple[int, int],
+    given: dict[str, torch.Tensor],
+    workspace: TpSpWorkspace,
 ) -> torch.Tensor:
     """Memory for an output: the caller's, if it may be written to, or new."""
-    device = given["x"].device
     if t is None:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    validate.check_out(name, t, shape, device, given)
+        return torch.empty(shape, dtype=torch.bfloat16, device=given["x"].device)
+    validate.check_out(name, t, shape, workspace, given)
     return t
 
 

@@ -82,6 +82,8 @@ def bulk_rs(
         (dx_shard [k / world size, n], dw [m, n]): this rank's rows of the sum, taken in FP32 with
         rank 0 first and rounded once; and dy.T @ x, rounded once. With `main_grad` dw is None: the
         FP32 sum is added there unrounded, but rounded to bfloat16 first where the call is declined.
+        A call that is given up leaves NaN in its outputs, and in `main_grad` too: what was gathered
+        there is lost, so zero it, or restore it, before the call is made again.
 
     Raises:
         ArgumentError: wrong type, dtype, device, shape or choice; the peers are told, as they are
@@ -114,7 +116,7 @@ def bulk_rs(
             if t is not None:
                 shape = (rows, n) if name == "out" else (m, n)
                 dtype = torch.float32 if name == "main_grad" else torch.bfloat16
-                validate.check_out(name, t, shape, device, others, dtype)
+                validate.check_out(name, t, shape, workspace, others, dtype)
                 others[name] = t
         if out is None:
             out = torch.empty((rows, n), dtype=torch.bfloat16, device=device)

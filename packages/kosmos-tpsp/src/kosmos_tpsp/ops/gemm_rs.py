@@ -110,7 +110,7 @@ def gemm_rs(
         if out is None:
             out = torch.empty((rows, n), dtype=torch.bfloat16, device=x.device)
         else:
-            validate.check_out("out", out, (rows, n), x.device, {"x": x, "w": w})
+            validate.check_out("out", out, (rows, n), workspace, {"x": x, "w": w})
         if call.decline is None:
             x, w = validate.dense(x), validate.dense(w)
     if rows == 0:

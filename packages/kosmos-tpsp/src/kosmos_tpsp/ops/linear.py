@@ -97,6 +97,8 @@ def column_backward(
 
     Communication: gathers x and reduces dx: `bulk_ag` and `bulk_rs`. With a frozen weight one
     `gemm_rs`, with a frozen input one gather.
+    Synchronizes: with a frozen input the host waits for the peers, as in a declined call; else as
+    the ops.
     """
     needs_dx, needs_dw = needs
     if not needs_dw:
@@ -139,6 +141,7 @@ def row_backward(
         stand-in of zeros.
 
     Communication: gathers dy, in `ag_gemm` NN unless the input is frozen.
+    Synchronizes: as `column_backward`.
     """
     needs_dx, needs_dw = needs
     if not needs_dw:
@@ -166,8 +169,15 @@ def refuse(
 
 
 def _gather(x: torch.Tensor, workspace: TpSpWorkspace) -> torch.Tensor:
-    """All ranks' rows, where no GEMM of this call would hide the gather."""
-    workspace.check()
+    """All ranks' rows, where no GEMM of this call would hide the gather.
+
+    As before the collective of a declined call, all ranks have to make this same call.
+    """
+    if x.shape[0] == 0:
+        workspace.pass_over()
+        return x
+    call_hash = prepared.agreed_hash("gather", tuple(x.shape), str(x.dtype))
+    workspace.agree(prepared.shown_call("gather", x), workspace.start_hash(call_hash))
     return workspace.world.all_gather_tensor(x)
 
 

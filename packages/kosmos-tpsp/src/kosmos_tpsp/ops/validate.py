@@ -70,11 +70,12 @@ def check_out(
     name: str,
     out: torch.Tensor,
     shape: tuple[int, int],
-    device: torch.device,
+    workspace: TpSpWorkspace,
     inputs: Mapping[str, Any],
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A matrix that the kernel may store to while it and its peers still read the inputs."""
+    device = workspace.world.device
     check_tensor(name, out)
     if (
         out.shape != shape
@@ -90,6 +91,13 @@ def check_out(
         )
     if out.requires_grad:
         raise reject(ARGUMENT, f"{name}: got a tensor that requires grad, wanted one that does not")
+    if workspace.holds(out):
+        # Of a handover peers may still be reading, and know nothing of this call's stores.
+        raise reject(
+            ARGUMENT,
+            f"{name}: got memory of the workspace, which peers may still read, wanted memory of "
+            "its own",
+        )
     if any(overlap(out, part) for t in inputs.values() for part in mx.parts(t)):
         raise reject(
             ARGUMENT,
