@@ -62,6 +62,8 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
         {"policy": "fixed", "split_k": 2},
         {"transport": "push", "policy": "fixed", "split_k": 2},
         {"split_k": 4},
+        {"policy": "two_way"},
+        {"transport": "push", "policy": "two_way", "split_k": 2},
     ),
     "bulk_column": (
         {"transport": "pull"},
@@ -70,6 +72,7 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
         {"transport": "push"},
         {"policy": "serial"},
         {"policy": "fixed", "transport": "pull"},
+        {"policy": "two_way"},
         {"transport": "pull"},
     ),
 }

@@ -57,6 +57,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         BulkRsOptions(split_k=2),
         BulkRsOptions(transport="push", policy="fixed"),
         BulkRsOptions(policy="fixed", split_k=4),
+        BulkRsOptions(policy="two_way"),
+        BulkRsOptions(transport="push", policy="two_way"),
     ),
     "bulk_column": (
         BulkColumnOptions(transport="pull"),
@@ -127,7 +129,7 @@ def test_a_killed_rank_is_named_within_the_bound(
     assert all("for rank 3" in text for text in report["errors"])
 
 
-def torchrun(*arguments: str) -> dict[str, Any]:
+def torchrun(*arguments: str) -> Any:
     """The JSON object that a program or module on two GPUs prints last."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     run = subprocess.run(
@@ -138,8 +140,29 @@ def torchrun(*arguments: str) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def nothing_is_left(found: list[dict[str, dict[str, int]]]) -> None:
+    for rank in found:
+        before, after = rank["before"], rank["after"]
+        assert after["tensors"] <= before["tensors"]
+        assert after["files"] <= before["files"]
+        # 200 workspaces take some 800 MB; the driver keeps a little for itself.
+        assert after["device"] <= before["device"] + (32 << 20)
+
+
+@pytest.mark.gpu
+def test_nothing_is_left_of_200_workspaces_of_virtual_ranks() -> None:
+    command = [sys.executable, str(HERE / "cycles.py"), "gpu:2"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    nothing_is_left(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.multi_gpu(2)
+def test_nothing_is_left_of_200_workspaces_of_two_gpus() -> None:
+    nothing_is_left(torchrun(str(HERE / "cycles.py"), "group"))
 
 
 @pytest.mark.multi_gpu(2)
@@ -156,7 +179,7 @@ def test_1000_calls_of_two_ranks_are_right_and_repeat_bit_by_bit(op: str) -> Non
 def test_check_passes_on_two_ranks(op: str) -> None:
     shape = ["--m", "4096", "--n", "1032", "--k", "1032"]
     arguments = ["check", op, "--world", "group", *shape, "--calls", "4", "--delay"]
-    for policy in ("one_way", "serial"):
+    for policy in ("one_way", "two_way", "serial"):
         found = torchrun("-m", "kosmos_tpsp", "--", *arguments, "--policy", policy, "--json")
         assert found["passed"] is True
 
