@@ -81,10 +81,10 @@ def zero_words(ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def call_enter(ctx, call_hash):
-    """Takes an arrival ticket and reads which call this is.
+def call_again(ctx, ticket, call_hash):
+    """The call of a workgroup, read anew.
 
-    Returns (Call, Standing).
+    For loops over large tiles: what is read again does not take registers beside their sums.
     """
     rank = tl.load(ctx.control_ptr + RANK)
     epoch = tl.load(ctx.control_ptr + EPOCH)
@@ -92,11 +92,22 @@ def call_enter(ctx, call_hash):
     parity = epoch & 1
     set_ptr = ctx.control_ptr + HEADER_WORDS + parity * ctx.SET_WORDS
     signal_ptr = peer_ptr(ctx, SIGNAL, rank, tl.int64)
-    ticket = queue_claim(set_ptr + TICKET)
-    ok = 1 - is_aborted(signal_ptr).to(tl.int32)
     start_word = (call_hash.to(tl.int64) << 32) | (epoch.to(tl.int64) & EPOCH_MASK)
-    call = Call(rank, epoch, parity, start_word, ticket, set_ptr, signal_ptr, bound_ns)
-    return call, Standing(1 << rank, ok)
+    return Call(rank, epoch, parity, start_word, ticket, set_ptr, signal_ptr, bound_ns)
+
+
+@triton.jit
+def call_enter(ctx, call_hash):
+    """Takes an arrival ticket and reads which call this is.
+
+    Returns (Call, Standing).
+    """
+    parity = tl.load(ctx.control_ptr + EPOCH) & 1
+    set_ptr = ctx.control_ptr + HEADER_WORDS + parity * ctx.SET_WORDS
+    ticket = queue_claim(set_ptr + TICKET)
+    call = call_again(ctx, ticket, call_hash)
+    ok = 1 - is_aborted(call.signal_ptr).to(tl.int32)
+    return call, Standing(1 << call.rank, ok)
 
 
 @triton.jit

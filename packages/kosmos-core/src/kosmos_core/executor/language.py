@@ -115,6 +115,8 @@ class Language:
             (target_info, "current_target", lambda: None),
             (tl, "range", self._range),
             (tl.core, "range", self._range),
+            (tl, "condition", _condition),
+            (tl.core, "condition", _condition),
             (JITFunction, "run", _launch),
             (JITFunction, "__call__", _call),
             (interpreter.InterpretedFunction, "run", _launch),
@@ -202,6 +204,11 @@ def language() -> Language:
     if _language is None:
         _language = Language()
     return _language
+
+
+def _condition(value: Any, disable_licm: bool = False) -> Any:
+    """``tl.condition``: what it tells the compiler about a loop means nothing here."""
+    return value
 
 
 def _extra_modules() -> list[types.ModuleType]:

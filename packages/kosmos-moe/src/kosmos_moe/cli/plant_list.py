@@ -351,7 +351,7 @@ _BACKWARD = [
         (
             (
                 gradient.build_wgrad,
-                "word = 0 if SECOND else CONFIG.LOCAL_EXPERTS",
+                "word = tl.where(second, 0, CONFIG.LOCAL_EXPERTS)",
                 "word = 0",
             ),
         ),
@@ -368,7 +368,7 @@ _BACKWARD = [
         "dgrad1_does_not_wait",
         "consume",
         "dgrad1 does not wait for dgrad2 of its row block",
-        ((gradient.build_gradient, "+ block, block, columns2", "+ block, block, 0"),),
+        ((gradient.build_dgrad1, "+ block, block, tiles)", "+ block, block, 0)"),),
         sizes={**BACK, "hidden": 16, "inter": 16, "experts": 3},
     ),
     Plant(
@@ -397,7 +397,7 @@ _BACKWARD = [
         "the router's gradients do not wait for dw",
         (
             (
-                router_grad.route_back,
+                router_grad.make_logits,
                 "tl.load(tables.head + OWED)",
                 "tl.load(tables.head + OWED) * 0",
             ),

@@ -16,6 +16,7 @@ joins then.
 
 import triton
 import triton.language as tl
+from kosmos_core.device.barrier import call_again
 from kosmos_core.device.flags import flag_arrive, flag_read, flag_wait
 from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_COMBINE, Standing
 from kosmos_core.device.mover import copy_run
@@ -87,73 +88,78 @@ def poll_span(words_ptr, first, past, tiles):
 
 
 @triton.jit
-def await_span(ctx, call, standing, words_ptr, first, past, tiles):
+def await_span(ctx, call, ok, words_ptr, first, past, tiles):
     """Waits until a span of row blocks is finished.
 
-    Returns (past, standing).
+    Returns (past, ok).
     """
-    ok = standing.ok
     while (first < past) & (ok != 0):
         ok = flag_wait(
             ctx, call, words_ptr + first, tiles, call.rank, first, PHASE_COMBINE, FLAG_ARRIVAL,
             "gpu",
         )  # fmt: skip
         first += 1
-    return past, Standing(standing.held, ok)
+    return past, ok
 
 
 @triton.jit
-def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONFIG):
+def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, call_hash, CONFIG):
     """A builder, or a dual-role mover: tiles in queue order, and units between them."""
     if CONFIG.BACKWARD:
-        views = gradient_views(ops, ctx, call, size, CONFIG)
+        views = gradient_views(ops, ctx, call, size, False, CONFIG)
     else:
         views = all_views(ops, ctx, call, size, CONFIG)
     # What was acquired up to here, tables and starts included, is older than what tiles load.
     fence_async_proxy(ctx.TARGET)
-    is_mover = call.ticket < combine_crew
-    builds = call.ticket >= 0
-    combines = is_mover
+    ticket = call.ticket
+    held = standing.held
+    ok = standing.ok
+    builds = ticket >= 0
+    combines = ticket < combine_crew
     if CONFIG.POLICY != TWO_WAY:
-        builds = call.ticket >= combine_crew
-    unit = call.ticket * 0 - 1
+        builds = ticket >= combine_crew
+    unit = ticket * 0 - 1
     first = unit * 0
     past = unit * 0
-    while builds | combines | (unit >= 0):
-        # Made anew for each tile: kept over a tile's sums, they would cost registers that are full.
+    # Nothing is kept over a tile's sums that can be made anew: registers are full of them. (The
+    # loop carries no more than changes: triton 3.6 would make another loop of it, with hoisting.)
+    while tl.condition(builds | combines | (unit >= 0), disable_licm=True):
+        own = call_again(ctx, ticket, call_hash)
         row_blocks = tl.load(tables.head + ROW_BLOCKS)
         columns = tl.cdiv(size.hidden, CONFIG.BLOCK_N)
         moved = unit < -1
         if combines & (unit < 0):
-            unit = queue_claim(call.set_ptr + COMBINE_QUEUE)
+            unit = queue_claim(own.set_ptr + COMBINE_QUEUE)
             if unit < tl.load(tables.head + COMBINE_UNITS):
-                first, past = unit_span(ctx, call, tables, unit, CONFIG)
+                first, past = unit_span(ctx, own, tables, unit, CONFIG)
             else:
                 unit = unit * 0 - 1
                 combines = unit >= 0
         if unit >= 0:
-            words_ptr = finished_at(call, size)
+            words_ptr = finished_at(own, size)
             if builds:
                 first = poll_span(words_ptr, first, past, columns)
             else:
-                first, standing = await_span(ctx, call, standing, words_ptr, first, past, columns)
+                first, ok = await_span(ctx, own, ok, words_ptr, first, past, columns)
             if first >= past:
-                if standing.ok != 0:
-                    push_unit(ops, ctx, call, size, tables, unit, CONFIG)
+                if ok != 0:
+                    push_unit(ops, ctx, own, size, tables, unit, CONFIG)
                 unit = unit * 0 - 1
                 moved = unit < 0
         if builds & (moved == 0):
-            index = queue_claim(call.set_ptr + TILE_QUEUE)
+            index = queue_claim(own.set_ptr + TILE_QUEUE)
+            now = Standing(held, ok)
             if CONFIG.BACKWARD:
-                standing, built = build_gradient(
-                    ops, ctx, call, standing, size, tables, row_blocks, views, index, CONFIG
+                now, built = build_gradient(
+                    ops, ctx, own, now, size, tables, row_blocks, views, index, CONFIG
                 )
             else:
-                standing, built = build_forward(
-                    ctx, call, standing, size, tables, row_blocks, views, index, CONFIG
+                now, built = build_forward(
+                    ctx, own, now, size, tables, row_blocks, views, index, CONFIG
                 )
+            ok = now.ok
             if not built:
                 builds = index < 0
                 if CONFIG.POLICY != FIXED:
-                    combines = combines | (is_mover == 0)
-    return standing
+                    combines = combines | (ticket >= combine_crew)
+    return call_again(ctx, ticket, call_hash), Standing(held, ok)

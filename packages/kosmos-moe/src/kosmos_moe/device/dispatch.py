@@ -62,14 +62,14 @@ def unit_of(prefix_ptr, unit, units, rank, WORLD: tl.constexpr, MAJOR: tl.conste
 
 @triton.jit
 def dispatch_unit(
-    ops, ctx, call, size, tables, unit, units, rows_ptr, word, REGION: tl.constexpr,
-    WEIGHTS: tl.constexpr, CONFIG,
-):  # fmt: skip
+    ops, ctx, call, size, tables, unit, units, rows_ptr, word, region, weighs, CONFIG
+):
     """Pushes rows of a unit's tokens and counts them in at their owner.
 
     rows_ptr: what to push, [tokens, hidden].
     word: first of the owner's words that count rows of this rank.
-    WEIGHTS: whether the weights of the tokens' choices go with them.
+    region: where to push it.
+    weighs: whether the weights of the tokens' choices go with them, in a backward.
     """
     K: tl.constexpr = CONFIG.TOPK
     local, part, owner = unit_of(
@@ -83,7 +83,7 @@ def dispatch_unit(
     if rows > 0:
         begin = tl.load(tables.starts + at) + first
         to_row = tl.load(tables.arena_rows + expert) + tl.load(tables.before + at) + first
-        arena_ptr = peer_ptr(ctx, REGION, owner, tl.bfloat16)
+        arena_ptr = peer_ptr(ctx, region, owner, tl.bfloat16)
         for i in range(0, rows, CONFIG.COPY_ROWS):
             places = i + tl.arange(0, CONFIG.COPY_ROWS)
             inside = places < rows
@@ -92,7 +92,8 @@ def dispatch_unit(
                 rows_ptr, tokens, arena_ptr, to_row + places, inside, size.hidden, CONFIG.PIECE,
                 CONFIG.BURST,
             )  # fmt: skip
-            if WEIGHTS:
+            if CONFIG.BACKWARD:
+                inside = inside & weighs
                 weight = tl.zeros((CONFIG.COPY_ROWS,), tl.float32)
                 for j in tl.static_range(0, K):
                     choice = tokens * K + j
@@ -120,20 +121,20 @@ def dispatch(ops, ctx, call, standing, size, tables, CONFIG):
         unit = queue_claim(call.set_ptr + DISPATCH_QUEUE)
         if unit < units * passes:
             begin = trace_begin(ctx)
+            rows_ptr = ops.x_ptr
+            word = unit * 0
+            region = word + ARENA
+            weighs = unit < 0
             if CONFIG.BACKWARD:
-                if unit < units:
-                    dispatch_unit(
-                        ops, ctx, call, size, tables, unit, units, ops.dy_ptr, 0, ARENA, True,
-                        CONFIG,
-                    )  # fmt: skip
+                weighs = unit < units
+                if weighs:
+                    rows_ptr = ops.dy_ptr
                 else:
-                    dispatch_unit(
-                        ops, ctx, call, size, tables, unit - units, units, ops.x_ptr,
-                        CONFIG.LOCAL_EXPERTS, INPUTS, False, CONFIG,
-                    )  # fmt: skip
-            else:
-                dispatch_unit(
-                    ops, ctx, call, size, tables, unit, units, ops.x_ptr, 0, ARENA, False, CONFIG
-                )
+                    word += CONFIG.LOCAL_EXPERTS
+                    region = word * 0 + INPUTS
+            dispatch_unit(
+                ops, ctx, call, size, tables, unit % units, units, rows_ptr, word, region, weighs,
+                CONFIG,
+            )  # fmt: skip
             trace_end(ctx, MOVE, unit, begin)
     return standing

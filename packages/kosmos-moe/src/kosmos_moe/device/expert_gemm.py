@@ -28,7 +28,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from kosmos_core.device.flags import flag_arrive, flag_wait
-from kosmos_core.device.gemm import TN, gemm_tile, store_accumulator
+from kosmos_core.device.gemm import TN, column_parts, gemm_tile, store_accumulator
 from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_BUILD, Standing
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.target import CLAMPED, fence_async_proxy, load_tile, matrix_view, store_tile
@@ -103,11 +103,12 @@ def up_views(a_ptr, w_ptr, h_ptr, act_ptr, experts, rows, inter, hidden, CONFIG,
     M: tl.constexpr = CONFIG.BLOCK_M
     K: tl.constexpr = CONFIG.BLOCK_K
     HALF: tl.constexpr = CONFIG.BLOCK_N // 2
+    WIDTH: tl.constexpr = HALF // CONFIG.PARTS
     return Views(
         matrix_view(a_ptr, 1, rows, hidden, M, K, T),
         matrix_view(w_ptr, 2 * experts, inter, hidden, HALF, K, T),
-        matrix_view(h_ptr, 1, rows, inter, M, HALF, T),
-        matrix_view(act_ptr, 2, rows, inter, M, HALF, T),
+        matrix_view(h_ptr, 1, rows, inter, M, WIDTH, T),
+        matrix_view(act_ptr, 2, rows, inter, M, WIDTH, T),
     )
 
 
@@ -194,10 +195,11 @@ def await_block(ctx, call, standing, word_ptr, block, tiles):
 
 
 @triton.jit
-def swiglu_tile(views, chunk, row, col, hidden, CONFIG, T: tl.constexpr):
+def swiglu_tile(views, chunk, row, col, hidden, inter, CONFIG, T: tl.constexpr):
     """A GEMM1 tile: gate and up in fp32, both rounded and kept, SwiGLU of them rounded once."""
     M: tl.constexpr = CONFIG.BLOCK_M
     HALF: tl.constexpr = CONFIG.BLOCK_N // 2
+    WIDTH: tl.constexpr = HALF // CONFIG.PARTS
     K: tl.constexpr = CONFIG.BLOCK_K
     gate = tl.zeros((M, HALF), tl.float32)
     up = tl.zeros((M, HALF), tl.float32)
@@ -207,11 +209,16 @@ def swiglu_tile(views, chunk, row, col, hidden, CONFIG, T: tl.constexpr):
         gate = tl.dot(a, w.T, gate)
         w = load_tile(views.w, chunk + 1, col, k, HALF, K, CLAMPED, CONFIG.EVEN_H, T)
         up = tl.dot(a, w.T, up)
-    if CONFIG.SAVE:
-        store_tile(views.act, 0, row, col, gate.to(tl.bfloat16), M, HALF, T)
-        store_tile(views.act, 1, row, col, up.to(tl.bfloat16), M, HALF, T)
-    h = gate / (1.0 + tl.exp(-gate)) * up
-    store_tile(views.out, 0, row, col, h.to(tl.bfloat16), M, HALF, T)
+    gates = column_parts(gate, M, HALF, CONFIG.PARTS)
+    ups = column_parts(up, M, HALF, CONFIG.PARTS)
+    for i in tl.static_range(0, CONFIG.PARTS):
+        place = col + i * WIDTH
+        if place < inter:
+            if CONFIG.SAVE:
+                store_tile(views.act, 0, row, place, gates[i].to(tl.bfloat16), M, WIDTH, T)
+                store_tile(views.act, 1, row, place, ups[i].to(tl.bfloat16), M, WIDTH, T)
+            h = gates[i] / (1.0 + tl.exp(-gates[i])) * ups[i]
+            store_tile(views.out, 0, row, place, h.to(tl.bfloat16), M, WIDTH, T)
 
 
 @triton.jit
@@ -240,12 +247,14 @@ def build_up(ctx, call, standing, size, tables, queue, views, shared_views, inde
     chunk = index * 0
     done_ptr = built_at(call, size) + block
     chosen = views
+    inter = size.inter
     if CONFIG.SHARED:
         if index < queue.gemm1:
             block = index // queue.shared_columns
             col = index % queue.shared_columns * HALF
             done_ptr = shared_built_at(call, size) + block
             chosen = shared_views
+            inter = size.shared_inter
     if index >= queue.gemm1:
         local = find_local(tables.blocks, block, CONFIG)
         chunk = 2 * local
@@ -255,7 +264,9 @@ def build_up(ctx, call, standing, size, tables, queue, views, shared_views, inde
     trace_end(ctx, WAIT, index, begin)
     begin = trace_begin(ctx)
     if standing.ok != 0:
-        swiglu_tile(chosen, chunk, block * CONFIG.BLOCK_M, col, size.hidden, CONFIG, ctx.TARGET)
+        swiglu_tile(
+            chosen, chunk, block * CONFIG.BLOCK_M, col, size.hidden, inter, CONFIG, ctx.TARGET
+        )
         flag_arrive(done_ptr, "gpu", ctx.TARGET)
     trace_end(ctx, BUILD, index, begin)
     return standing

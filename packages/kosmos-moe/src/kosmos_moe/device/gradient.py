@@ -23,19 +23,19 @@ shared done     tile of the shared  dgrad1 tiles; fold          release;      of
                 expert, +1                                      acquire
 =============== =================== ==================== ====== ============= ======================
 
-One queue: the shared expert; dgrad2 of an expert, then wgrad2 of the one before it; dgrad1 of an
-expert, then wgrad1 of the one before it. Contractions of wgrads run over row blocks of an expert,
-whose pad rows are zero on both sides.
+A queue of the shared expert comes first. The other one: dgrad2 of an expert, then wgrad2 of the one
+before it; dgrad1 of an expert, then wgrad1 of the one before it. Wgrads contract over the row
+blocks of an expert, whose pad rows are zero on both sides.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from kosmos_core.device.barrier import elect_last
-from kosmos_core.device.flags import flag_arrive, flag_wait
+from kosmos_core.device.barrier import call_again, elect_last
+from kosmos_core.device.flags import flag_arrive
 from kosmos_core.device.gemm import column_parts
-from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_BUILD, Standing
+from kosmos_core.device.layout import PHASE_BUILD, Standing
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.target import CLAMPED, fence_async_proxy, load_tile, matrix_view, store_tile
@@ -50,12 +50,20 @@ from kosmos_moe.device.layout import (
     SCALARS,
     SHARED_DONE,
     SHARED_HALF,
+    SHARED_QUEUE,
     built_at,
     finished_at,
     shared_built_at,
     weighed_at,
 )
 from kosmos_moe.device.plan import await_word
+
+# Kinds of tiles.
+DGRAD2 = tl.constexpr(0)
+DGRAD1 = tl.constexpr(1)
+WGRAD2 = tl.constexpr(2)
+WGRAD1 = tl.constexpr(3)
+NONE = tl.constexpr(4)
 
 
 class GradientViews(NamedTuple):
@@ -120,25 +128,23 @@ def views_of(
 
 
 @triton.jit
-def gradient_views(ops, ctx, call, size, CONFIG):
-    """(routed, shared) matrices; built once, before the tile loop."""
+def gradient_views(ops, ctx, call, size, IS_SHARED: tl.constexpr, CONFIG):
+    """Matrices of the routed experts, or of the shared one; built once, before a tile loop."""
     T: tl.constexpr = ctx.TARGET
-    rows = size.arena_blocks * CONFIG.BLOCK_M
-    arena_ptr = peer_ptr(ctx, ARENA, call.rank, tl.bfloat16)
-    inputs_ptr = peer_ptr(ctx, INPUTS, call.rank, tl.bfloat16)
-    routed = views_of(
-        arena_ptr, inputs_ptr, ops.w1_ptr, ops.w2_ptr, ops.act_ptr, ops.h_ptr, ops.dgu_ptr,
-        ops.y2_ptr, ops.dw1_ptr, ops.dw2_ptr, CONFIG.LOCAL_EXPERTS, rows, size.inter, size.hidden,
-        CONFIG, T,
-    )  # fmt: skip
-    shared = routed
-    if CONFIG.SHARED:
-        shared = views_of(
+    if IS_SHARED:
+        return views_of(
             ops.dy_ptr, ops.x_ptr, ops.shared1_ptr, ops.shared2_ptr, ops.shared_act_ptr,
             ops.shared_h_ptr, ops.shared_dgu_ptr, ops.shared_y_ptr, ops.dshared1_ptr,
             ops.dshared2_ptr, 1, size.tokens, size.shared_inter, size.hidden, CONFIG, T,
         )  # fmt: skip
-    return routed, shared
+    else:
+        arena_ptr = peer_ptr(ctx, ARENA, call.rank, tl.bfloat16)
+        inputs_ptr = peer_ptr(ctx, INPUTS, call.rank, tl.bfloat16)
+        return views_of(
+            arena_ptr, inputs_ptr, ops.w1_ptr, ops.w2_ptr, ops.act_ptr, ops.h_ptr, ops.dgu_ptr,
+            ops.y2_ptr, ops.dw1_ptr, ops.dw2_ptr, CONFIG.LOCAL_EXPERTS,
+            size.arena_blocks * CONFIG.BLOCK_M, size.inter, size.hidden, CONFIG, T,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -196,7 +202,7 @@ def send_dw(ops, ctx, call, size, tables, local, block, first, columns, CONFIG):
 
 
 @triton.jit
-def dgrad2_tile(views, weight, chunk, row, col, hidden, valid, CONFIG, T: tl.constexpr):
+def dgrad2_tile(views, weight, chunk, row, col, hidden, inter, valid, CONFIG, T: tl.constexpr):
     """A dgrad2 tile with the SwiGLU backward in its epilogue.
 
     weight: [BLOCK_M] routing weights of the rows.
@@ -214,24 +220,25 @@ def dgrad2_tile(views, weight, chunk, row, col, hidden, valid, CONFIG, T: tl.con
         acc = tl.dot(a, b, acc)
     inside = (tl.arange(0, M) < valid)[:, None]
     part = tl.zeros((M,), tl.float32)
-    # Part by part: beside the sums there are not registers enough for all of gate and up.
     parts = column_parts(acc, M, HALF, CONFIG.PARTS)
     for i in tl.static_range(0, CONFIG.PARTS):
         place = col + i * WIDTH
-        gate = load_tile(views.act, 0, row, place, M, WIDTH, False, False, T).to(tl.float32)
-        up = load_tile(views.act, 1, row, place, M, WIDTH, False, False, T).to(tl.float32)
-        gradient = tl.where(inside, parts[i], 0.0)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        silu = gate * sigmoid
-        h = tl.where(inside, silu * up, 0.0)
-        part += tl.sum(gradient * h, axis=1)
-        store_tile(views.h, 0, row, place, (h * weight[:, None]).to(tl.bfloat16), M, WIDTH, T)
-        gradient = gradient * weight[:, None]
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        dgate = tl.where(inside, gradient * up * slope, 0.0)
-        store_tile(views.dgu, 0, row, place, dgate.to(tl.bfloat16), M, WIDTH, T)
-        dup = tl.where(inside, gradient * silu, 0.0)
-        store_tile(views.dgu, 1, row, place, dup.to(tl.bfloat16), M, WIDTH, T)
+        # A branch each, as in `swiglu_tile`.
+        if place < inter:
+            gate = load_tile(views.act, 0, row, place, M, WIDTH, False, False, T).to(tl.float32)
+            up = load_tile(views.act, 1, row, place, M, WIDTH, False, False, T).to(tl.float32)
+            gradient = tl.where(inside, parts[i], 0.0)
+            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+            silu = gate * sigmoid
+            h = tl.where(inside, silu * up, 0.0)
+            part += tl.sum(gradient * h, axis=1)
+            store_tile(views.h, 0, row, place, (h * weight[:, None]).to(tl.bfloat16), M, WIDTH, T)
+            gradient = gradient * weight[:, None]
+            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            dgate = tl.where(inside, gradient * up * slope, 0.0)
+            store_tile(views.dgu, 0, row, place, dgate.to(tl.bfloat16), M, WIDTH, T)
+            dup = tl.where(inside, gradient * silu, 0.0)
+            store_tile(views.dgu, 1, row, place, dup.to(tl.bfloat16), M, WIDTH, T)
     return part
 
 
@@ -251,19 +258,27 @@ def dgrad1_tile(views, chunk, row, col, inter, CONFIG, T: tl.constexpr):
 
 
 @triton.jit
-def wgrad_tile(
-    a_view, a_chunk, b_view, out_view, out_chunk, row, col, begin, end, CONFIG, T: tl.constexpr
-):
-    """A wgrad tile: A transposed times B over the rows [begin, end), rounded once."""
+def wgrad_tile(views, second, half, chunk, row, col, begin, end, CONFIG, T: tl.constexpr):
+    """A wgrad tile: rows [begin, end) of a left operand transposed times a right one.
+
+    second: whether it is of W2, else of half `half` of W1.
+    """
     M: tl.constexpr = CONFIG.BLOCK_M
     N: tl.constexpr = CONFIG.BLOCK_N
     R: tl.constexpr = CONFIG.WGRAD_K
+    left = views.dgu_columns
+    right = views.x_columns
+    out = views.dw1
+    if second:
+        left = views.dy_columns
+        right = views.h_columns
+        out = views.dw2
     acc = tl.zeros((M, N), tl.float32)
     for k in tl.range(begin, end, R, num_stages=CONFIG.STAGES):
-        a = load_tile(a_view, a_chunk, k, row, R, M, False, False, T)
-        b = load_tile(b_view, 0, k, col, R, N, False, False, T)
+        a = load_tile(left, half, k, row, R, M, False, False, T)
+        b = load_tile(right, 0, k, col, R, N, False, False, T)
         acc = tl.dot(a.T, b, acc)
-    store_tile(out_view, out_chunk, row, col, acc.to(tl.bfloat16), M, N, T)
+    store_tile(out, chunk, row, col, acc.to(tl.bfloat16), M, N, T)
 
 
 @triton.jit
@@ -295,188 +310,222 @@ def await_expert(ctx, call, standing, size, tables, local, columns):
 
 
 @triton.jit
-def build_dgrad2(ops, ctx, call, standing, size, tables, views, local, place, CONFIG):
-    """A dgrad2 tile of a routed expert; the last of a row block sends dw."""
+def await_half(ctx, call, standing, size, CONFIG):
+    """Waits for all dgrad2 tiles of the shared expert."""
+    columns = tl.cdiv(size.shared_inter, CONFIG.BLOCK_N // 2)
+    tiles = tl.cdiv(size.tokens, CONFIG.BLOCK_M) * columns
+    return await_word(ctx, call, standing, SHARED_HALF, tiles, PHASE_BUILD)
+
+
+@triton.jit
+def build_dgrad2(
+    ops, ctx, call, standing, size, tables, views, local, place, inter, IS_SHARED: tl.constexpr,
+    CONFIG,
+):  # fmt: skip
+    """A dgrad2 tile; the last of a routed expert's row block sends dw."""
+    M: tl.constexpr = CONFIG.BLOCK_M
     HALF: tl.constexpr = CONFIG.BLOCK_N // 2
-    columns = tl.cdiv(size.inter, HALF)
-    begin = tl.load(tables.blocks + local)
-    block = begin + place // columns
+    columns = tl.cdiv(inter, HALF)
+    first = place // columns * M
     column = place % columns
-    first = place // columns * CONFIG.BLOCK_M
-    standing = await_rows(ctx, call, standing, tables, local, first, CONFIG.BLOCK_M, 0, CONFIG)
-    standing = await_word(ctx, call, standing, PADDED, CONFIG.LOCAL_EXPERTS, PHASE_BUILD)
+    if IS_SHARED:
+        row = first
+        valid = size.tokens - first
+    else:
+        row = first + tl.load(tables.blocks + local) * M
+        valid = rows_of(ctx, call, tables, local, CONFIG) - first
+        standing = await_rows(ctx, call, standing, tables, local, first, M, 0, CONFIG)
+        standing = await_word(ctx, call, standing, PADDED, CONFIG.LOCAL_EXPERTS, PHASE_BUILD)
     fence_async_proxy(ctx.TARGET)
     if standing.ok != 0:
-        rows = block * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
-        valid = rows_of(ctx, call, tables, local, CONFIG) - first
-        inside = tl.arange(0, CONFIG.BLOCK_M) < valid
-        scalars_ptr = peer_ptr(ctx, SCALARS, call.rank, tl.float32)
-        weight = tl.load(scalars_ptr + rows, mask=inside, other=0.0)
+        rows = row + tl.arange(0, M)
+        if IS_SHARED:
+            weight = tl.full((M,), 1.0, tl.float32)
+        else:
+            scalars_ptr = peer_ptr(ctx, SCALARS, call.rank, tl.float32)
+            weight = tl.load(scalars_ptr + rows, mask=tl.arange(0, M) < valid, other=0.0)
         part = dgrad2_tile(
-            views, weight, local, block * CONFIG.BLOCK_M, column * HALF, size.hidden, valid, CONFIG,
-            ctx.TARGET,
-        )  # fmt: skip
-        arena_rows = size.arena_blocks * CONFIG.BLOCK_M
-        tl.store(ops.partials_ptr + column.to(tl.int64) * arena_rows + rows, part)
-        if elect_last(built_at(call, size) + block, columns, ctx.TARGET):
-            send_dw(ops, ctx, call, size, tables, local, block, first, columns, CONFIG)
-        flag_arrive(shared_built_at(call, size) + local, "gpu", ctx.TARGET)
+            views, weight, local, row, column * HALF, size.hidden, inter, valid, CONFIG, ctx.TARGET
+        )
+        if IS_SHARED:
+            flag_arrive(call.set_ptr + SHARED_HALF, "gpu", ctx.TARGET)
+        else:
+            arena_rows = size.arena_blocks * M
+            tl.store(ops.partials_ptr + column.to(tl.int64) * arena_rows + rows, part)
+            block = row // M
+            if elect_last(built_at(call, size) + block, columns, ctx.TARGET):
+                send_dw(ops, ctx, call, size, tables, local, block, first, columns, CONFIG)
+            flag_arrive(shared_built_at(call, size) + local, "gpu", ctx.TARGET)
+    return standing
+
+
+@triton.jit
+def build_dgrad1(
+    ctx, call, standing, size, tables, views, local, place, inter, IS_SHARED: tl.constexpr, CONFIG
+):
+    """A dgrad1 tile."""
+    M: tl.constexpr = CONFIG.BLOCK_M
+    columns = tl.cdiv(size.hidden, CONFIG.BLOCK_N)
+    block = place // columns
+    if IS_SHARED:
+        standing = await_half(ctx, call, standing, size, CONFIG)
+    else:
+        block += tl.load(tables.blocks + local)
+        tiles = tl.cdiv(inter, CONFIG.BLOCK_N // 2)
+        standing = await_block(ctx, call, standing, built_at(call, size) + block, block, tiles)
+    fence_async_proxy(ctx.TARGET)
+    if standing.ok != 0:
+        col = place % columns * CONFIG.BLOCK_N
+        dgrad1_tile(views, 2 * local, block * M, col, inter, CONFIG, ctx.TARGET)
+        if IS_SHARED:
+            flag_arrive(call.set_ptr + SHARED_DONE, "gpu", ctx.TARGET)
+        else:
+            flag_arrive(finished_at(call, size) + block, "gpu", ctx.TARGET)
     return standing
 
 
 @triton.jit
 def build_wgrad(
-    ctx, call, standing, size, tables, views, local, place, SECOND: tl.constexpr, CONFIG
-):
-    """A wgrad tile of a routed expert; an expert without rows gets zeros.
+    ctx, call, standing, size, tables, views, local, place, inter, second, IS_SHARED: tl.constexpr,
+    CONFIG,
+):  # fmt: skip
+    """A wgrad tile; an expert without rows gets zeros.
 
-    SECOND: of W2, else of W1.
+    second: whether it is of W2, else of W1.
     """
-    HALF: tl.constexpr = CONFIG.BLOCK_N // 2
-    standing = await_expert(ctx, call, standing, size, tables, local, tl.cdiv(size.inter, HALF))
-    # Rows that peers have written are acquired from them, by whoever reads them: those that dgrad2
-    # has waited for, too.
-    word = 0 if SECOND else CONFIG.LOCAL_EXPERTS
-    rows = rows_of(ctx, call, tables, local, CONFIG)
-    standing = await_rows(ctx, call, standing, tables, local, 0, rows, word, CONFIG)
+    M: tl.constexpr = CONFIG.BLOCK_M
+    N: tl.constexpr = CONFIG.BLOCK_N
+    if IS_SHARED:
+        standing = await_half(ctx, call, standing, size, CONFIG)
+        begin = place * 0
+        end = begin + size.tokens
+    else:
+        standing = await_expert(ctx, call, standing, size, tables, local, tl.cdiv(inter, N // 2))
+        # Rows that peers have written are acquired from them, by whoever reads them: those that
+        # dgrad2 has waited for, too.
+        word = tl.where(second, 0, CONFIG.LOCAL_EXPERTS)
+        rows = rows_of(ctx, call, tables, local, CONFIG)
+        standing = await_rows(ctx, call, standing, tables, local, 0, rows, word, CONFIG)
+        begin = tl.load(tables.blocks + local) * M
+        end = tl.load(tables.blocks + local + 1) * M
     fence_async_proxy(ctx.TARGET)
     if standing.ok != 0:
-        begin = tl.load(tables.blocks + local) * CONFIG.BLOCK_M
-        end = tl.load(tables.blocks + local + 1) * CONFIG.BLOCK_M
-        wgrad_place(
-            views, local, place, begin, end, size.inter, size.hidden, SECOND, CONFIG, ctx.TARGET
-        )
+        # [hidden, inter] of W2; gate's and up's [inter, hidden] of W1.
+        height = tl.where(second, size.hidden, inter)
+        columns = tl.cdiv(tl.where(second, inter, size.hidden), N)
+        tiles = tl.cdiv(height, M) * columns
+        half = place // tiles
+        place = place % tiles
+        chunk = tl.where(second, local, 2 * local + half)
+        wgrad_tile(
+            views, second, half, chunk, place // columns * M, place % columns * N, begin, end,
+            CONFIG, ctx.TARGET,
+        )  # fmt: skip
     return standing
 
 
 @triton.jit
-def wgrad_place(
-    views, chunk, place, begin, end, inter, hidden, SECOND: tl.constexpr, CONFIG, T: tl.constexpr
-):
-    """Tile `place` of the gradient of an expert's W2, or of its W1."""
+def num_wgrads(hidden, inter, CONFIG):
+    """(tiles of the gradient of an expert's W2, of its W1)."""
     M: tl.constexpr = CONFIG.BLOCK_M
     N: tl.constexpr = CONFIG.BLOCK_N
-    if SECOND:
-        columns = tl.cdiv(inter, N)
-        row = place // columns * M
-        col = place % columns * N
-        wgrad_tile(
-            views.dy_columns, 0, views.h_columns, views.dw2, chunk, row, col, begin, end, CONFIG, T
-        )
-    else:
-        columns = tl.cdiv(hidden, N)
-        bands = tl.cdiv(inter, M)
-        half = place // (bands * columns)
-        row = place // columns % bands * M
-        col = place % columns * N
-        wgrad_tile(
-            views.dgu_columns, half, views.x_columns, views.dw1, 2 * chunk + half, row, col, begin,
-            end, CONFIG, T,
-        )  # fmt: skip
+    second = tl.cdiv(hidden, M) * tl.cdiv(inter, N)
+    return second, 2 * tl.cdiv(inter, M) * tl.cdiv(hidden, N)
 
 
 @triton.jit
-def build_shared(ctx, call, standing, size, views, index, blocks, columns, wgrads2, CONFIG):
-    """A tile of the shared expert: dgrad2, dgrad1, wgrad2 and wgrad1, one after the other."""
-    M: tl.constexpr = CONFIG.BLOCK_M
-    N: tl.constexpr = CONFIG.BLOCK_N
-    HALF: tl.constexpr = CONFIG.BLOCK_N // 2
-    T: tl.constexpr = ctx.TARGET
-    inter = size.shared_inter
-    dx_columns = tl.cdiv(size.hidden, N)
-    dgrad1 = blocks * columns
-    wgrad2 = dgrad1 + blocks * dx_columns
-    if index < dgrad1:
-        row = index // columns * M
-        if standing.ok != 0:
-            dgrad2_tile(
-                views, tl.full((M,), 1.0, tl.float32), 0, row, index % columns * HALF, size.hidden,
-                size.tokens - row, CONFIG, T,
-            )  # fmt: skip
-            flag_arrive(call.set_ptr + SHARED_HALF, "gpu", T)
-    else:
-        ok = standing.ok
-        if ok != 0:
-            ok = flag_wait(
-                ctx, call, call.set_ptr + SHARED_HALF, dgrad1, call.rank, 0, PHASE_BUILD,
-                FLAG_ARRIVAL, "gpu",
-            )  # fmt: skip
-        standing = Standing(standing.held, ok)
-        fence_async_proxy(T)
-        if ok != 0:
-            if index < wgrad2:
-                place = index - dgrad1
-                dgrad1_tile(
-                    views, 0, place // dx_columns * M, place % dx_columns * N, inter, CONFIG, T
-                )
-                flag_arrive(call.set_ptr + SHARED_DONE, "gpu", T)
-            elif index < wgrad2 + wgrads2:
-                wgrad_place(
-                    views, 0, index - wgrad2, 0, size.tokens, inter, size.hidden, True, CONFIG, T
-                )
-            else:
-                wgrad_place(
-                    views, 0, index - wgrad2 - wgrads2, 0, size.tokens, inter, size.hidden, False,
-                    CONFIG, T,
-                )  # fmt: skip
+def build_kind(
+    ops, ctx, call, standing, size, tables, views, kind, local, place, inter,
+    IS_SHARED: tl.constexpr, CONFIG,
+):  # fmt: skip
+    """A tile of some kind, or none."""
+    if kind == DGRAD2:
+        standing = build_dgrad2(
+            ops, ctx, call, standing, size, tables, views, local, place, inter, IS_SHARED, CONFIG
+        )
+    elif kind == DGRAD1:
+        standing = build_dgrad1(
+            ctx, call, standing, size, tables, views, local, place, inter, IS_SHARED, CONFIG
+        )
+    elif kind != NONE:
+        standing = build_wgrad(
+            ctx, call, standing, size, tables, views, local, place, inter, kind == WGRAD2,
+            IS_SHARED, CONFIG,
+        )  # fmt: skip
     return standing
 
 
 @triton.jit
 def build_gradient(ops, ctx, call, standing, size, tables, row_blocks, views, index, CONFIG):
-    """Tile `index` of the queue.
+    """Tile `index` of the routed experts' queue.
 
     Returns (standing, whether there is such a tile).
     """
-    M: tl.constexpr = CONFIG.BLOCK_M
-    N: tl.constexpr = CONFIG.BLOCK_N
-    HALF: tl.constexpr = CONFIG.BLOCK_N // 2
-    routed, shared = views
     begin = trace_begin(ctx)
-    columns2 = tl.cdiv(size.inter, HALF)
-    columns1 = tl.cdiv(size.hidden, N)
-    wgrads2 = tl.cdiv(size.hidden, M) * tl.cdiv(size.inter, N)
-    wgrads1 = 2 * tl.cdiv(size.inter, M) * columns1
-    before = index * 0
-    if CONFIG.SHARED:
-        blocks = tl.cdiv(size.tokens, M)
-        columns = tl.cdiv(size.shared_inter, HALF)
-        shared2 = tl.cdiv(size.hidden, M) * tl.cdiv(size.shared_inter, N)
-        shared1 = 2 * tl.cdiv(size.shared_inter, M) * columns1
-        before = blocks * (columns + columns1) + shared2 + shared1
-        if index < before:
-            standing = build_shared(
-                ctx, call, standing, size, shared, index, blocks, columns, shared2, CONFIG
-            )
-    first = before + row_blocks * columns2 + CONFIG.LOCAL_EXPERTS * wgrads2
+    columns2 = tl.cdiv(size.inter, CONFIG.BLOCK_N // 2)
+    columns1 = tl.cdiv(size.hidden, CONFIG.BLOCK_N)
+    wgrads2, wgrads1 = num_wgrads(size.hidden, size.inter, CONFIG)
+    first = row_blocks * columns2 + CONFIG.LOCAL_EXPERTS * wgrads2
     total = first + row_blocks * columns1 + CONFIG.LOCAL_EXPERTS * wgrads1
-    if (index >= before) & (index < first):
-        local, place, is_wgrad = interleaved(index - before, tables, columns2, wgrads2, CONFIG)
-        if is_wgrad:
-            standing = build_wgrad(
-                ctx, call, standing, size, tables, routed, local, place, True, CONFIG
-            )
-        else:
-            standing = build_dgrad2(
-                ops, ctx, call, standing, size, tables, routed, local, place, CONFIG
-            )
-    elif (index >= first) & (index < total):
-        local, place, is_wgrad = interleaved(index - first, tables, columns1, wgrads1, CONFIG)
-        if is_wgrad:
-            standing = build_wgrad(
-                ctx, call, standing, size, tables, routed, local, place, False, CONFIG
-            )
-        else:
-            block = tl.load(tables.blocks + local) + place // columns1
-            standing = await_block(
-                ctx, call, standing, built_at(call, size) + block, block, columns2
-            )
-            fence_async_proxy(ctx.TARGET)
-            if standing.ok != 0:
-                dgrad1_tile(
-                    routed, 2 * local, block * M, place % columns1 * N, size.inter, CONFIG,
-                    ctx.TARGET,
-                )  # fmt: skip
-                flag_arrive(finished_at(call, size) + block, "gpu", ctx.TARGET)
+    kind = index * 0 + NONE
+    local = index * 0
+    place = local
+    if index < total:
+        is_second = index < first
+        tiles = tl.where(is_second, columns2, columns1)
+        wgrads = tl.where(is_second, wgrads2, wgrads1)
+        at = tl.where(is_second, index, index - first)
+        local, place, is_wgrad = interleaved(at, tables, tiles, wgrads, CONFIG)
+        kind = tl.where(
+            is_wgrad, tl.where(is_second, WGRAD2, WGRAD1), tl.where(is_second, DGRAD2, DGRAD1)
+        )
+    standing = build_kind(
+        ops, ctx, call, standing, size, tables, views, kind, local, place, size.inter, False, CONFIG
+    )
     trace_end(ctx, BUILD, index, begin)
     return standing, index < total
+
+
+@triton.jit
+def build_shared(ops, ctx, call, standing, size, tables, call_hash, CONFIG):
+    """All workgroups build the shared expert's gradients: they wait for no other rank.
+
+    Returns (call, standing).
+    """
+    views = gradient_views(ops, ctx, call, size, True, CONFIG)
+    # What was acquired up to here is older than what tiles load.
+    fence_async_proxy(ctx.TARGET)
+    ticket = call.ticket
+    held = standing.held
+    ok = standing.ok
+    more = ticket >= 0
+    # As in `build_and_combine`: nothing is kept over a tile's sums that can be made anew.
+    while tl.condition(more, disable_licm=True):
+        own = call_again(ctx, ticket, call_hash)
+        begin = trace_begin(ctx)
+        blocks = tl.cdiv(size.tokens, CONFIG.BLOCK_M)
+        wgrads2, wgrads1 = num_wgrads(size.hidden, size.shared_inter, CONFIG)
+        dgrad1 = blocks * tl.cdiv(size.shared_inter, CONFIG.BLOCK_N // 2)
+        wgrad2 = dgrad1 + blocks * tl.cdiv(size.hidden, CONFIG.BLOCK_N)
+        wgrad1 = wgrad2 + wgrads2
+        index = queue_claim(own.set_ptr + SHARED_QUEUE)
+        place = index
+        kind = index * 0 + DGRAD2
+        if index >= dgrad1:
+            kind = index * 0 + DGRAD1
+            place = index - dgrad1
+        if index >= wgrad2:
+            kind = index * 0 + WGRAD2
+            place = index - wgrad2
+        if index >= wgrad1:
+            kind = index * 0 + WGRAD1
+            place = index - wgrad1
+        more = index < wgrad1 + wgrads1
+        if more:
+            now = build_kind(
+                ops, ctx, own, Standing(held, ok), size, tables, views, kind, index * 0, place,
+                size.shared_inter, True, CONFIG,
+            )  # fmt: skip
+            ok = now.ok
+        trace_end(ctx, BUILD, index, begin)
+    return call_again(ctx, ticket, call_hash), Standing(held, ok)

@@ -32,8 +32,9 @@ FOLD_QUEUE = tl.constexpr(352)
 SHARED_DONE = tl.constexpr(384)
 SHARED_HALF = tl.constexpr(416)
 ROUTER_DONE = tl.constexpr(448)
+SHARED_QUEUE = tl.constexpr(480)
 # Per block: router tiles, then GEMM1 and GEMM2 tiles of row blocks, then those of the shared one.
-BLOCKS = tl.constexpr(480)
+BLOCKS = tl.constexpr(512)
 
 # The same words in a backward, which neither routes nor plans nor lists.
 LOGIT_QUEUE = ROUTE_QUEUE

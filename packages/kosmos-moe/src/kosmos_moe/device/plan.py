@@ -232,5 +232,5 @@ def plan_and_list(ops, ctx, call, standing, size, factors, tables, plans, CONFIG
     standing = await_word(ctx, call, standing, COUNTED, 1, PHASE_PLAN)
     standing = list_all(ops, ctx, call, standing, size, tables, CONFIG)
     standing = await_word(ctx, call, standing, LAID_OUT, 1, PHASE_PLAN)
-    held = tl.where(standing.ok != 0, (1 << ctx.WORLD) - 1, standing.held)
-    return Standing(held, standing.ok)
+    # Once a call is given up nobody asks for it: a constant, and no register.
+    return Standing(standing.held * 0 + ((1 << ctx.WORLD) - 1), standing.ok)

@@ -17,6 +17,7 @@ which workgroups come to when they have no other tile.
 
 import triton
 import triton.language as tl
+from kosmos_core.device.barrier import call_again
 from kosmos_core.device.flags import flag_arrive, flag_wait
 from kosmos_core.device.layout import FLAG_ARRIVAL, PHASE_BUILD, Standing
 from kosmos_core.device.peers import peer_ptr
@@ -189,9 +190,10 @@ def token_tile(ops, size, block, column, CONFIG):
     rows = block * CONFIG.ROUTE_M + tl.arange(0, CONFIG.ROUTE_M)
     columns = column * CONFIG.ROUTE_N + tl.arange(0, CONFIG.ROUTE_N)
     inside = (rows < size.tokens)[:, None]
+    K: tl.constexpr = CONFIG.ROUTE_K // 2
     acc = tl.zeros((CONFIG.ROUTE_M, CONFIG.ROUTE_N), tl.float32)
-    for k in tl.range(0, CONFIG.EXPERTS, CONFIG.ROUTE_K, num_stages=1):
-        experts = k + tl.arange(0, CONFIG.ROUTE_K)
+    for k in tl.range(0, CONFIG.EXPERTS, K, num_stages=1):
+        experts = k + tl.arange(0, K)
         known = experts < CONFIG.EXPERTS
         d = tl.load(
             ops.dlogits_ptr + rows.to(tl.int64)[:, None] * CONFIG.EXPERTS + experts[None, :],
@@ -216,9 +218,10 @@ def weight_tile(ops, size, band, column, CONFIG):
     experts = band * CONFIG.ROUTE_M + tl.arange(0, CONFIG.ROUTE_M)
     columns = column * CONFIG.ROUTE_N + tl.arange(0, CONFIG.ROUTE_N)
     known = (experts < CONFIG.EXPERTS)[None, :]
+    K: tl.constexpr = CONFIG.ROUTE_K // 2
     acc = tl.zeros((CONFIG.ROUTE_M, CONFIG.ROUTE_N), tl.float32)
-    for k in tl.range(0, size.tokens, CONFIG.ROUTE_K, num_stages=1):
-        rows = k + tl.arange(0, CONFIG.ROUTE_K)
+    for k in tl.range(0, size.tokens, K, num_stages=1):
+        rows = k + tl.arange(0, K)
         inside = (rows < size.tokens)[:, None]
         d = tl.load(
             ops.dlogits_ptr + rows.to(tl.int64)[:, None] * CONFIG.EXPERTS + experts[None, :],
@@ -237,35 +240,48 @@ def weight_tile(ops, size, band, column, CONFIG):
 
 
 @triton.jit
-def route_back(ops, ctx, call, standing, size, tables, factors, CONFIG):
-    """All workgroups, once no other tile is left: dlogits, then dXr and dWr tiles."""
-    if size.route_blocks > 0:
-        ok = standing.ok
-        if ok != 0:
-            ok = flag_wait(
-                ctx, call, weighed_at(ctx, call, call.rank), tl.load(tables.head + OWED),
-                call.rank, call.rank, PHASE_BUILD, FLAG_ARRIVAL, "sys",
-            )  # fmt: skip
-        standing = Standing(standing.held, ok)
+def make_logits(ops, ctx, call, standing, size, tables, factors, CONFIG):
+    """Gradients of the logits, block by block, once dw has come back from all owners."""
+    ok = standing.ok
+    if (size.route_blocks > 0) & (ok != 0):
+        ok = flag_wait(
+            ctx, call, weighed_at(ctx, call, call.rank), tl.load(tables.head + OWED), call.rank,
+            call.rank, PHASE_BUILD, FLAG_ARRIVAL, "sys",
+        )  # fmt: skip
     block = call.ticket * 0
-    while (block < size.route_blocks) & (standing.ok != 0):
+    while (block < size.route_blocks) & (ok != 0):
         block = queue_claim(call.set_ptr + LOGIT_QUEUE)
         if block < size.route_blocks:
             begin = trace_begin(ctx)
             logit_block(ops, ctx, call, size, tables, factors, block, CONFIG)
             flag_arrive(call.set_ptr + LOGITS_DONE, "gpu", ctx.TARGET)
             trace_end(ctx, ROUTE, block, begin)
+    return Standing(standing.held, ok)
+
+
+@triton.jit
+def route_back(ops, ctx, call, standing, size, tables, factors, call_hash, CONFIG):
+    """All workgroups, once no other tile is left: dlogits, then dXr and dWr tiles.
+
+    Returns (call, standing).
+    """
+    standing = make_logits(ops, ctx, call, standing, size, tables, factors, CONFIG)
     if CONFIG.ROUTING != GIVEN:
         standing = await_word(ctx, call, standing, LOGITS_DONE, size.route_blocks, PHASE_BUILD)
-        columns = tl.cdiv(size.hidden, CONFIG.ROUTE_N)
-        tiles = num_router_tiles(size, CONFIG)
-        total = tiles + tl.cdiv(CONFIG.EXPERTS, CONFIG.ROUTE_M) * columns
-        tile = tiles * 0
-        while (tile < total) & (standing.ok != 0):
-            tile = queue_claim(call.set_ptr + ROUTER_QUEUE)
+        ticket = call.ticket
+        ok = standing.ok
+        tile = ticket * 0
+        total = tile + 1
+        # As in `build_and_combine`: nothing is kept over a tile's sums that can be made anew.
+        while tl.condition((tile < total) & (ok != 0), disable_licm=True):
+            own = call_again(ctx, ticket, call_hash)
+            columns = tl.cdiv(size.hidden, CONFIG.ROUTE_N)
+            tiles = num_router_tiles(size, CONFIG)
+            total = tiles + tl.cdiv(CONFIG.EXPERTS, CONFIG.ROUTE_M) * columns
+            tile = queue_claim(own.set_ptr + ROUTER_QUEUE)
             if tile < tiles:
                 token_tile(ops, size, tile // columns, tile % columns, CONFIG)
-                flag_arrive(call.set_ptr + ROUTER_DONE, "gpu", ctx.TARGET)
+                flag_arrive(own.set_ptr + ROUTER_DONE, "gpu", ctx.TARGET)
             elif tile < total:
                 weight_tile(ops, size, (tile - tiles) // columns, (tile - tiles) % columns, CONFIG)
-    return standing
+    return call_again(ctx, call.ticket, call_hash), standing

@@ -20,7 +20,7 @@ from kosmos_core.device.trace import CALL, trace_begin, trace_end
 from kosmos_moe.device.combine import build_and_combine
 from kosmos_moe.device.dispatch import dispatch
 from kosmos_moe.device.fold import fold
-from kosmos_moe.device.gradient import clear_pads
+from kosmos_moe.device.gradient import build_shared, clear_pads
 from kosmos_moe.device.layout import STARTED, Size, tables_at
 from kosmos_moe.device.plan import await_word
 from kosmos_moe.device.router_grad import route_back
@@ -41,7 +41,8 @@ def moe_backward_kernel(
        every peer's start: nobody pushes before it has told so.
     2. Clear pad rows.
     3. Dispatch gradients, then token rows: the first `dispatch_crew` to arrive.
-    4. Build tiles; the first `combine_crew` to arrive combine between them, all of them afterwards.
+    4. Build tiles, the shared expert's first; the first `combine_crew` to arrive combine between
+       the others, all of them afterwards.
     5. The router's gradients.
     6. Fold.
     7. Leave: the last one moves the epoch on.
@@ -64,13 +65,17 @@ def moe_backward_kernel(
         if standing.ok != 0:
             flag_arrive(call.set_ptr + STARTED, "gpu", ctx.TARGET)
     standing = await_word(ctx, call, standing, STARTED, 1, PHASE_START)
-    held = tl.where(standing.ok != 0, (1 << ctx.WORLD) - 1, standing.held)
-    standing = Standing(held, standing.ok)
+    # Once a call is given up nobody asks for it: a constant, and no register.
+    standing = Standing(standing.held * 0 + ((1 << ctx.WORLD) - 1), standing.ok)
     standing = clear_pads(ctx, call, standing, size, tables, CONFIG)
     if call.ticket < dispatch_crew:
         standing = dispatch(ops, ctx, call, standing, size, tables, CONFIG)
-    standing = build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONFIG)
-    standing = route_back(ops, ctx, call, standing, size, tables, factors, CONFIG)
+    if CONFIG.SHARED:
+        call, standing = build_shared(ops, ctx, call, standing, size, tables, call_hash, CONFIG)
+    call, standing = build_and_combine(
+        ops, ctx, call, standing, size, tables, combine_crew, call_hash, CONFIG
+    )
+    call, standing = route_back(ops, ctx, call, standing, size, tables, factors, call_hash, CONFIG)
     shared_tiles = tl.cdiv(tokens, CONFIG.BLOCK_M) * tl.cdiv(hidden, CONFIG.BLOCK_N)
     standing = fold(ops, ctx, call, standing, size, tables, shared_tiles, CONFIG)
     trace_end(ctx, CALL, call.ticket, begin)

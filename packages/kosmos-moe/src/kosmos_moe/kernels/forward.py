@@ -5,7 +5,7 @@ Source: paper, section 3.3.1 and Figure 6. Protocol table: docs/protocols.md.
 
 import triton
 import triton.language as tl
-from kosmos_core.device.barrier import call_clean, call_enter, call_leave
+from kosmos_core.device.barrier import call_again, call_clean, call_enter, call_leave
 from kosmos_core.device.trace import CALL, trace_begin, trace_end
 
 from kosmos_moe.device.combine import build_and_combine
@@ -49,6 +49,7 @@ def moe_forward_kernel(
     if call.ticket == 0:
         call_clean(ctx, call, standing)
     plans, standing = route(ops, ctx, call, standing, size, factors, CONFIG)
+    call = call_again(ctx, call.ticket, call_hash)
     standing = plan_and_list(ops, ctx, call, standing, size, factors, tables, plans, CONFIG)
     fits = standing.ok != 0
     if fits:
@@ -56,7 +57,9 @@ def moe_forward_kernel(
     if fits:
         if call.ticket < dispatch_crew:
             standing = dispatch(ops, ctx, call, standing, size, tables, CONFIG)
-        standing = build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, CONFIG)
+        call, standing = build_and_combine(
+            ops, ctx, call, standing, size, tables, combine_crew, call_hash, CONFIG
+        )
     if fits | (standing.ok == 0):
         shared_tiles = tl.cdiv(tokens, CONFIG.BLOCK_M) * tl.cdiv(hidden, CONFIG.BLOCK_N)
         standing = fold(ops, ctx, call, standing, size, tables, shared_tiles, CONFIG)

@@ -22,10 +22,14 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operation stands and, if its function was inlined, where that was called."""
+    """Where an operation stands and, if its function was inlined, where that was called.
+
+    `callers` are all places of calls, the nearest first.
+    """
 
     source: Source | None = None
     caller: Source | None = None
+    callers: tuple[Source, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         if self.source is None:
@@ -165,7 +169,8 @@ def _place(name: str, definitions: dict[str, str]) -> Place:
     if match := re.match(r"^callsite\((.*) at (.*)\)$", text):
         callee = _inner(match.group(1), definitions)
         caller = _inner(match.group(2), definitions)
-        return Place(callee.source, caller.source)
+        callers = () if caller.source is None else (caller.source,)
+        return Place(callee.source, caller.source, callee.callers + callers + caller.callers)
     if match := re.match(r'^"[^"]*"\((.*)\)$', text):
         return _inner(match.group(1), definitions)
     return Place()
