@@ -21,9 +21,11 @@ from click.testing import CliRunner
 from kosmos_core.__main__ import cli, main
 from kosmos_core.errors import PeerTimeoutError
 from kosmos_core.executor import Mutation, PriorityRandom
-from kosmos_core.kernels.measure import copy_kernel, gemm_kernel, ping_pong_kernel
+from kosmos_core.kernels.beside import beside_kernel, sum_kernel, sum_unit
+from kosmos_core.kernels.measure import build_claimed, copy_kernel, ping_pong_kernel
 from kosmos_core.measure import MeasurementError, Timer, measure, power, run, timing, to_json
-from kosmos_core.measure.budget import FULL, QUICK, Budget, CopyVariant, GemmTile
+from kosmos_core.measure.beside import BesideBench, SumBench, sums
+from kosmos_core.measure.budget import FULL, QUICK, Budget, CopyVariant, GemmTile, SumVariant
 from kosmos_core.measure.cases import compile_cases
 from kosmos_core.measure.copies import CopyBench, Way, best_curve, pattern, ways
 from kosmos_core.measure.figure import draw
@@ -44,6 +46,12 @@ TINY = Budget(
     copy_elements=(256, 512),
     caps=(2, 3),
     gemm=(64, 32, 32),
+    sum_variants=(SumVariant(32, 8), SumVariant(64, 8)),
+    beside_step=16,
+    beside_units=20,
+    beside_movers=(1, 2),
+    contractions=(16, 64),
+    call_tiles=(4,),
     gemm_rounds=2,
     gemm_batch=2,
     gemm_orders=2,
@@ -84,13 +92,12 @@ def on_cpu(ranks: int, body, **options):
 
 
 @functools.cache
-def measured_text(ranks: int) -> str:
-    results = on_cpu(ranks, lambda w, _: measure(w, CountingTimer(w), TINY, "NVIDIA H200"))
-    return to_json(results[0])
+def measured_by_all(ranks: int) -> list[dict]:
+    return on_cpu(ranks, lambda w, _: measure(w, CountingTimer(w), TINY, "NVIDIA H200"))
 
 
 def measured(ranks: int) -> dict:
-    return json.loads(measured_text(ranks))
+    return json.loads(to_json(measured_by_all(ranks)[0]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -161,11 +168,55 @@ def test_gemm_is_right_and_a_wrong_one_is_never_timed() -> None:
     for vendor in ("nvidia", "amd"):
         assert max(on_cpu(2, body, vendor=vendor)) < 3e-3
     for defect in (
-        Mutation(gemm_kernel, "row, col, 0, k, 0.0, TN", "row, col, 0, k - BLOCK_K, 0.0, TN"),
-        Mutation(gemm_kernel, "while index < tiles:", "while index < tiles - 1:"),
+        Mutation(build_claimed, "row, col, 0, k, 0.0, TN", "row, col, 0, k - BLOCK_K, 0.0, TN"),
+        Mutation(build_claimed, "while index < tiles:", "while index < tiles - 1:"),
     ):
         with pytest.raises(MeasurementError, match=r"rank 0: GEMM by 3 WGs"):
             on_cpu(2, body, mutations=[defect])
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (2, 1), (3, 2)])
+def test_sums_and_what_movers_and_builders_do_beside_each_other_are_right(
+    ranks: int, seed: int
+) -> None:
+    def body(world: World, _: int) -> list[int]:
+        added = SumBench(CopyBench(world, TINY))
+        for kind in sums(world.size):
+            for variant in TINY.sum_variants:
+                added.check(kind, variant)
+        bench = BesideBench(added, GemmBench(world, TINY))
+        moved = []
+        for kind in bench.kinds():
+            bench.check(kind)
+            moved.append(int(bench.moved.sum()))
+        return moved
+
+    options = {"policy": PriorityRandom(seed), "start": "random", "seed": seed}
+    moved = on_cpu(ranks, body, **options)
+    assert [len(counts) for counts in moved] == [{1: 1, 2: 3, 3: 3}[ranks]] * ranks
+    assert max(max(counts) for counts in moved) > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new", "message"),
+    [
+        (sum_unit, "zero + source", "zero + source // 2", "sums are wrong after reduce of 3"),
+        (sum_kernel, "while unit < units:", "while unit < units - 1:", "sums are wrong"),
+        (beside_kernel, "heads.tiles_ptr, m, n", "heads.tickets_ptr, m, n", "GEMM beside pull"),
+        (beside_kernel, "SOURCE, ticket * 0,", "TARGET_ROW, ticket * 0,", "wrong after pull"),
+    ],
+)
+def test_what_is_wrong_beside_builders_is_never_timed(kernel, old, new, message) -> None:
+    def body(world: World, _: int) -> None:
+        added = SumBench(CopyBench(world, TINY))
+        for kind in sums(world.size):
+            added.check(kind, TINY.sum_variants[1])
+        bench = BesideBench(added, GemmBench(world, TINY))
+        for kind in bench.kinds():
+            bench.check(kind)
+
+    with pytest.raises(MeasurementError, match=message):
+        on_cpu(3, body, mutations=[Mutation(kernel, old, new)], race=None)
 
 
 def test_whole_rounds_give_every_workgroup_the_same_tiles() -> None:
@@ -305,7 +356,7 @@ def test_a_measurement_of_one_gpu_has_no_peers_and_is_refused_as_a_machine() -> 
 
 
 def test_every_rank_has_the_same_figures() -> None:
-    results = on_cpu(2, lambda w, _: measure(w, CountingTimer(w), TINY, "NVIDIA H200"))
+    results = measured_by_all(2)
     # Host times are each rank's own.
     own = ("seconds", "latency", "start_order", "date", "gemm")
     first, second = ({k: v for k, v in r.items() if k not in own} for r in results)

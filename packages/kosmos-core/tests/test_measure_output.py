@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from kosmos_core.measure import to_json
+from kosmos_core.measure.beside import sums
 from kosmos_core.measure.budget import FULL
 from kosmos_core.measure.copies import Way, best_curve, ways
 from kosmos_core.measure.figure import draw
@@ -78,6 +79,36 @@ def synthetic(world_size: int) -> dict:
             "fixed_shape_tflops": tflops,
             "vendor_tflops": 721.0,
             "vendor_whole_rounds_tflops": 728.0,
+            **{
+                f"{vendor}{key}_tflops": {str(size): 600.0 + size % 97 for size in sizes}
+                for vendor in ("", "vendor_")
+                for key, sizes in (
+                    ("contraction", FULL.contractions),
+                    ("call", FULL.call_tiles),
+                )
+            },
+        },
+        "sums": [
+            {
+                "direction": kind.direction,
+                "sources": kind.sources,
+                "copy_bytes": variant.step_elements * 2 // kind.sources,
+                "num_warps": variant.num_warps,
+                "gbps": {str(w): 20.0 * w for w in COUNTS},
+            }
+            for kind in sums(world_size)
+            for variant in FULL.sum_variants
+        ],
+        "beside": {
+            "curves": [
+                {
+                    "direction": direction,
+                    "gbps": {str(w): min(330.0, 30.0 * w) for w in FULL.beside_movers},
+                    "tflops": {str(w): 690.0 - 3 * w for w in FULL.beside_movers},
+                }
+                for direction in ("pull", "push", "reduce")
+            ],
+            "alone_tflops": {str(w): 690.0 - w for w in FULL.beside_movers},
         },
         "power": {
             "source": "nvml",
@@ -164,7 +195,8 @@ def test_the_report_names_every_curve() -> None:
     text = console.export_text()
     for wanted in (
         "pull 64 KiB x 3, 8 warps", "push to 7 32 KiB x 2, 4 warps", "pull from 7", "whole rounds",
-        "8192x4096x4096", "flag between ranks", "vendor's all-gather", "MHz by active workgroups",
+        "8192x4096x4096", "reduce 4 KiB of 8", "push, TFLOPS beside", "tiles a WG in one call",
+        "flag between ranks", "vendor's all-gather", "MHz by active workgroups",
     ):  # fmt: skip
         assert wanted in text
 

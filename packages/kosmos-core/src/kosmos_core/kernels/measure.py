@@ -75,6 +75,42 @@ def copy_kernel(
         unit = queue_claim(head_ptr)
 
 
+@triton.jit
+def build_claimed(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    head_ptr,
+    m,
+    n,
+    k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STORE_SPLITS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """A builder: tiles of C [m, n] = A [m, k] times B [n, k] transposed until none is left."""
+    grid = Grid(m, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N))
+    a_view = matrix_view(a_ptr, 1, m, k, BLOCK_M, BLOCK_K, TARGET)
+    b_view = matrix_view(b_ptr, 1, n, k, BLOCK_N, BLOCK_K, TARGET)
+    c_view = matrix_view(c_ptr, 1, m, n, BLOCK_M, BLOCK_N // STORE_SPLITS, TARGET)
+    tiles = num_gathered_tiles(grid, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M)
+    index = queue_claim(head_ptr)
+    while index < tiles:
+        tile = gathered_tile(index, grid, index * 0, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M, GROUP_M, 1)
+        row = tile.row_block * BLOCK_M
+        col = tile.column * BLOCK_N
+        acc = gemm_tile(
+            a_view, b_view, 0, row, col, 0, k, 0.0, TN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True,
+            True, True, TARGET,
+        )  # fmt: skip
+        store_accumulator(c_view, 0, row, col, acc, BLOCK_M, BLOCK_N, STORE_SPLITS, TARGET)
+        index = queue_claim(head_ptr)
+
+
 @triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     a_ptr,
@@ -96,22 +132,10 @@ def gemm_kernel(
 
     n is a multiple of BLOCK_N and k of BLOCK_K.
     """
-    grid = Grid(m, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N))
-    a_view = matrix_view(a_ptr, 1, m, k, BLOCK_M, BLOCK_K, TARGET)
-    b_view = matrix_view(b_ptr, 1, n, k, BLOCK_N, BLOCK_K, TARGET)
-    c_view = matrix_view(c_ptr, 1, m, n, BLOCK_M, BLOCK_N // STORE_SPLITS, TARGET)
-    tiles = num_gathered_tiles(grid, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M)
-    index = queue_claim(head_ptr)
-    while index < tiles:
-        tile = gathered_tile(index, grid, index * 0, LOCAL_FIRST, 1, BLOCK_M, BLOCK_M, GROUP_M, 1)
-        row = tile.row_block * BLOCK_M
-        col = tile.column * BLOCK_N
-        acc = gemm_tile(
-            a_view, b_view, 0, row, col, 0, k, 0.0, TN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True,
-            True, True, TARGET,
-        )  # fmt: skip
-        store_accumulator(c_view, 0, row, col, acc, BLOCK_M, BLOCK_N, STORE_SPLITS, TARGET)
-        index = queue_claim(head_ptr)
+    build_claimed(
+        a_ptr, b_ptr, c_ptr, head_ptr, m, n, k,
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STORE_SPLITS, TARGET,
+    )  # fmt: skip
 
 
 @triton.jit

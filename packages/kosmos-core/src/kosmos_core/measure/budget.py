@@ -26,6 +26,22 @@ class CopyVariant:
 
 
 @dataclass(frozen=True)
+class SumVariant:
+    """How a mover adds up.
+
+    Attributes:
+        step_elements: bf16 elements of all sources in a step.
+        num_warps: warps of the workgroup.
+    """
+
+    step_elements: int
+    num_warps: int
+
+    def __str__(self) -> str:
+        return f"{self.step_elements // 512} KiB a step, {self.num_warps} warps"
+
+
+@dataclass(frozen=True)
 class GemmTile:
     """Tile of the measured GEMM, and how it is compiled."""
 
@@ -54,6 +70,9 @@ COPY_VARIANTS = (
 )
 # Fused kernels run with this many warps: their curve is the one that plans read.
 PLAN_WARPS = 8
+SUM_VARIANTS = (SumVariant(16384, 8), SumVariant(32768, 8), SumVariant(16384, 4))
+# Steps that fused kernels have in flight, by where they read: a peer's memory or their own.
+DEPTHS = {"pull": 3, "push": 2, "local": 2}
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,10 @@ class Budget:
         movers: workgroup counts of the copy curves; those that the machine has not are left out,
             and all that it has are added.
         variants: how movers copy.
+        sum_variants: how movers add up; the first is that of movers beside builders.
+        beside_step: elements of a mover's step beside builders, as in fused kernels.
+        beside_units: units of a mover beside builders, at most; far more than it has time for.
+        beside_movers: crews beside builders, up to half of the machine.
         unit_elements: bf16 elements that a mover claims at once, a multiple of every step.
         copy_elements: bf16 elements of a copy by one or two movers and by many.
         caps: workgroup counts of the GEMM curve, likewise; shares of the machine are added to them.
@@ -71,6 +94,8 @@ class Budget:
         gemm_rounds: tiles that each workgroup builds in the GEMM of the curve.
         gemm_batch: GEMMs that are timed as one, without a pause.
         gemm_orders: times that the caps are gone through, in another order each time.
+        contractions: contractions by which a tile's fixed cost shows, multiples of the tile's.
+        call_tiles: tiles that each workgroup builds in one timed call, powers of two.
         tile: replaces the vendor's tile.
         power_wgs: workgroup counts under which power and clock are read, likewise.
         power_seconds: how long each of them runs.
@@ -82,6 +107,10 @@ class Budget:
 
     movers: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     variants: tuple[CopyVariant, ...] = COPY_VARIANTS
+    sum_variants: tuple[SumVariant, ...] = SUM_VARIANTS
+    beside_step: int = 16384
+    beside_units: int = 1 << 14
+    beside_movers: tuple[int, ...] = (4, 8, 12, 16, 24, 32, 48)
     unit_elements: int = 1 << 17
     copy_elements: tuple[int, int] = (1 << 25, 1 << 27)
     caps: tuple[int, ...] = (124, 116, 112, 100, 96, 84, 64, 32)
@@ -89,6 +118,8 @@ class Budget:
     gemm_rounds: int = 8
     gemm_batch: int = 8
     gemm_orders: int = 3
+    contractions: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    call_tiles: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     tile: GemmTile | None = None
     power_wgs: tuple[int, ...] = (16, 32, 64, 84, 96, 112, 124)
     power_seconds: float = 1.0
@@ -113,6 +144,10 @@ QUICK = replace(
     FULL,
     movers=(2, 4, 8, 16, 32, 64),
     variants=COPY_VARIANTS[1:3],
+    sum_variants=SUM_VARIANTS[:1],
+    beside_movers=(8, 24),
+    contractions=(1024, 4096),
+    call_tiles=(2, 8, 64),
     caps=(112, 96, 64),
     gemm_orders=2,
     power_wgs=(32, 64, 96),

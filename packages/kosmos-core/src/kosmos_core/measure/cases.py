@@ -9,6 +9,7 @@ import triton.language as tl
 from kosmos_core.device.gemm import store_splits
 from kosmos_core.device.layout import Context
 from kosmos_core.device.target import AMD, NVIDIA
+from kosmos_core.kernels import beside
 from kosmos_core.kernels import measure as kernels
 from kosmos_core.measure.budget import FULL, GEMM_TILES, GROUP_M
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
@@ -76,6 +77,7 @@ def _cases(target: str) -> list[CompileCase]:
             expect=Expectations(mma=1, tma_load=2 if nvidia else 0, tma_store=1 if nvidia else 0),
         )
     )
+    cases += [*_sums(target), *_beside(target, vendor)]
     cases.append(
         CompileCase(
             "empty", kernels.empty_kernel, {"word_ptr": "*i32"}, target, options={"num_warps": 8}
@@ -126,6 +128,64 @@ def _cases(target: str) -> list[CompileCase]:
         ),
     ]
     return cases
+
+
+def _sums(target: str) -> list[CompileCase]:
+    return [
+        CompileCase(
+            f"sum of {sources}, {variant}",
+            beside.sum_kernel,
+            {"routes": kernels.Routes("*i64"), "head_ptr": "*i32", "units": "i32"},
+            target,
+            constexprs={
+                "UNIT": FULL.unit_elements,
+                "BLOCK": variant.step_elements >> (sources - 1).bit_length(),
+                "SOURCES": sources,
+            },
+            divisible_by_16=("routes.table_ptr", "head_ptr"),
+            options={"num_warps": variant.num_warps},
+        )
+        for variant in FULL.sum_variants
+        for sources in (2, 8)
+    ]
+
+
+def _beside(target: str, vendor: int) -> list[CompileCase]:
+    tile, added = GEMM_TILES[vendor], FULL.sum_variants[0].step_elements
+    nvidia = vendor == int(NVIDIA.value)
+    return [
+        CompileCase(
+            f"beside {f'a sum of {sources}' if sources else f'a copy, {depth} ahead'}",
+            beside.beside_kernel,
+            {
+                "matrices": beside.Matrices("*bf16", "*bf16", "*bf16"),
+                "routes": kernels.Routes("*i64"),
+                "heads": beside.Heads("*i32", "*i32", "*i32"),
+                **dict.fromkeys(("m", "n", "k", "num_movers", "units", "most"), "i32"),
+            },
+            target,
+            constexprs={
+                "UNIT": FULL.unit_elements,
+                "BLOCK": added >> (sources - 1).bit_length() if sources else FULL.beside_step,
+                "DEPTH": depth,
+                "SOURCES": sources,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "BLOCK_K": tile.block_k,
+                "STAGES": tile.num_stages,
+                "GROUP_M": GROUP_M,
+                "STORE_SPLITS": store_splits(tile.block_n),
+                "TARGET": vendor,
+            },
+            divisible_by_16=(
+                "matrices.a_ptr", "matrices.b_ptr", "matrices.c_ptr", "routes.table_ptr",
+                "heads.tiles_ptr", "heads.tickets_ptr", "heads.moved_ptr", "n", "k",
+            ),
+            options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+            expect=Expectations(mma=1, tma_load=2 if nvidia else 0, tma_store=1 if nvidia else 0),
+        )
+        for sources, depth in ((0, 2), (0, 3), (2, 0), (8, 0))
+    ]  # fmt: skip
 
 
 _CONTEXT_ALIGNED = (

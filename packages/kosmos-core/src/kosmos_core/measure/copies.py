@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,10 @@ class CopyBench:
         placed.copy_(table.flatten())
         return placed
 
+    def table(self, way: Way) -> torch.Tensor:
+        """Source and target address of each route."""
+        return self._tables[way]
+
     def reset(self) -> None:
         """Fills the queue anew; before every copy."""
         self.head.zero_()
@@ -107,7 +112,7 @@ class CopyBench:
     def copy(self, way: Way, variant: CopyVariant, wgs: int, units: int) -> None:
         """Launches `wgs` workgroups that copy `units` units, routes in turns."""
         args = (
-            Routes(self._tables[way]),
+            Routes(self.table(way)),
             self.head,
             way.routes,
             units,
@@ -148,11 +153,8 @@ class CopyBench:
         world.barrier()
         wrong = 0
         for route in range(way.routes):
-            # Pushed, slot j was written by the rank that has this one as its peer j.
-            step = {"pull": 1 + route, "push": -1 - route, "local": 0}[way.direction]
-            wanted = pattern(self.num_elements, (world.rank + step) % world.size, world.device)
             part = slice(route * slot, (route + 1) * slot)
-            wrong += int((target[part] != wanted[part]).sum())
+            wrong += int((target[part] != self.wanted(way, route)[part]).sum())
         wrong += int((target[way.routes * slot :] != POISON).sum())
         fault = (
             f"{wrong} of {target.numel()} elements are wrong after {way}, {variant}"
@@ -160,6 +162,13 @@ class CopyBench:
             else None
         )
         agree(world, fault)
+
+    def wanted(self, way: Way, route: int) -> torch.Tensor:
+        """int16 [num_elements]: what lies behind a route; a copy brings its slot of it."""
+        # Pushed, slot j was written by the rank that has this one as its peer j.
+        step = {"pull": 1 + route, "push": -1 - route, "local": 0}[way.direction]
+        world = self.world
+        return pattern(self.num_elements, (world.rank + step) % world.size, world.device)
 
     def gbps(self, timer: Timer, way: Way, variant: CopyVariant, wgs: int) -> float:
         """GB/s (10^9 bytes) into one rank, of the slowest rank."""
@@ -186,18 +195,19 @@ class CopyBench:
         )
         return self.num_elements * 2 / (ms * 1e6)
 
-    def gather(self, timer: Timer) -> tuple[float, float]:
-        """The vendor's all-gather: GB/s into one rank of a large one, us of a small one."""
+    def collective(self, timer: Timer, call: Callable[[torch.Tensor], Any]) -> tuple[float, float]:
+        """A vendor's collective: GB/s into one rank of a large one, us of a small one."""
         peers = self.world.size - 1
-        large = self.source.local[: self.num_elements // self.world.size]
-        small = self.source.local[: SMALL_GATHER_BYTES // 2]
-        repeats = self.budget.repeats
-        ms = timer.median(lambda: self.world.all_gather_tensor(large), warmup=2, repeats=repeats)
-        us = (
-            timer.median(lambda: self.world.all_gather_tensor(small), warmup=2, repeats=repeats)
-            * 1e3
-        )
-        return peers * large.numel() * 2 / (ms * 1e6), us
+        ms = {}
+        for elements in (self.num_elements, SMALL_GATHER_BYTES // 2 * self.world.size):
+            whole = self.source.local[: elements // self.world.size * self.world.size]
+            ms[elements] = timer.median(partial(call, whole), warmup=2, repeats=self.budget.repeats)
+        large, small = ms.values()
+        return peers * self.num_elements // self.world.size * 2 / (large * 1e6), small * 1e3
+
+    def gather(self, whole: torch.Tensor) -> torch.Tensor:
+        """The vendor's all-gather to as many elements."""
+        return self.world.all_gather_tensor(whole[: whole.numel() // self.world.size])
 
 
 def num_points(budget: Budget, world_size: int, num_wgs: int) -> int:
@@ -245,9 +255,11 @@ def measure_copies(
         "checked": True,
     }
     if world.size > 1:
-        gbps_large, us_small = bench.gather(timer)
-        copies["collective_gbps"] = figures(gbps_large)
-        copies["collective_us"] = figures(us_small)
+        calls = {"collective": bench.gather, "reduction": world.reduce_scatter_tensor}
+        for name, call in calls.items():
+            gbps_large, us_small = bench.collective(timer, call)
+            copies[f"{name}_gbps"] = figures(gbps_large)
+            copies[f"{name}_us"] = figures(us_small)
     out: dict[str, Any] = {"pull_gbps": None, "push_gbps": None, "copies": copies}
     for direction in ("pull", "push"):
         best = best_curve(curves, direction, 1)

@@ -28,6 +28,7 @@ def print_report(data: Mapping[str, Any], console: Console) -> None:
     )
     _print_copies(data, console)
     _print_gemm(data, console)
+    _print_beside(data, console)
     console.print(_singles(data))
 
 
@@ -54,6 +55,44 @@ def _print_gemm(data: Mapping[str, Any], console: Console) -> None:
     table.add_row("kept", *(f"{100 * v / full:.0f} %" for v in curve.values()))
     table.add_row(shape, *(f"{v:.0f}" for v in fixed.values()))
     console.print(table)
+    for key, what in (("contraction", "contraction"), ("call", "tiles a WG in one call")):
+        table = Table(title=f"TFLOPS by {what}", title_justify="left")
+        ours = data["gemm"][f"{key}_tflops"]
+        table.add_column("")
+        for size in ours:
+            table.add_column(size, justify="right")
+        table.add_row("ours", *(f"{v:.0f}" for v in ours.values()))
+        vendors = data["gemm"][f"vendor_{key}_tflops"].values()
+        table.add_row("vendor's", *(f"{v:.0f}" for v in vendors))
+        console.print(table)
+
+
+def sum_label(curve: Mapping[str, Any]) -> str:
+    """How a curve of sums is called in tables and figures."""
+    step = f"{curve['copy_bytes'] / 1024:g} KiB of {curve['sources']}"
+    return f"{curve['direction']} {step}, {curve['num_warps']} warps"
+
+
+def _print_beside(data: Mapping[str, Any], console: Console) -> None:
+    table = Table(title="Sums by movers, GB/s (KiB a step of each)", title_justify="left")
+    table.add_column("")
+    for wgs in data["sums"][0]["gbps"]:
+        table.add_column(wgs, justify="right")
+    for curve in data["sums"]:
+        table.add_row(sum_label(curve), *(f"{v:.0f}" for v in curve["gbps"].values()))
+    console.print(table)
+    beside = data["beside"]
+    table = Table(title="Movers beside builders, by movers", title_justify="left")
+    table.add_column("")
+    for movers in beside["alone_tflops"]:
+        table.add_column(movers, justify="right")
+    for curve in beside["curves"]:
+        for key, unit in (("gbps", "GB/s"), ("tflops", "TFLOPS beside")):
+            table.add_row(
+                f"{curve['direction']}, {unit}", *(f"{v:.0f}" for v in curve[key].values())
+            )
+    table.add_row("TFLOPS alone", *(f"{v:.0f}" for v in beside["alone_tflops"].values()))
+    console.print(table)
 
 
 def singles(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -72,9 +111,10 @@ def singles(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if copies["engine_gbps"] is not None:
         where = "local" if data["world_size"] == 1 else "peer"
         rows.append((f"{where} copy by the driver", f"{copies['engine_gbps']:.0f} GB/s"))
-    if "collective_gbps" in copies:
-        rows.append(("vendor's all-gather", f"{copies['collective_gbps']:.0f} GB/s"))
-        rows.append(("the same, 16 KiB", f"{copies['collective_us']:.0f} us"))
+    for key, name in (("collective", "all-gather"), ("reduction", "reduce-scatter")):
+        if f"{key}_gbps" in copies:
+            rows.append((f"vendor's {name}", f"{copies[f'{key}_gbps']:.0f} GB/s"))
+            rows.append(("the same, 16 KiB", f"{copies[f'{key}_us']:.0f} us"))
     return rows
 
 

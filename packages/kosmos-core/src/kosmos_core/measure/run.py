@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import kosmos_core
 from kosmos_core.doctor.probes import gpu_driver
 from kosmos_core.errors import WorldError
-from kosmos_core.measure import copies, gemm, latency, power
+from kosmos_core.measure import beside, copies, gemm, latency, power
 from kosmos_core.measure.budget import Budget
 from kosmos_core.measure.timing import EventTimer, Timer
 from kosmos_core.worlds import World, group_world
@@ -114,6 +114,11 @@ def stages(world: World, timer: Timer, budget: Budget) -> list[Stage]:
             lambda tick: gemm.measure_gemm(world, timer, budget, tick),
         ),
         Stage(
+            "beside",
+            beside.num_points(budget, world.size, wgs),
+            lambda tick: beside.measure_beside(world, timer, budget, tick),
+        ),
+        Stage(
             "power",
             power.num_points(budget, wgs),
             lambda tick: power.measure_power(world, budget, tick),
@@ -172,7 +177,7 @@ def measure(
 def _baseline(data: Mapping[str, Any]) -> dict[str, Any]:
     """The unfused path in the words of kosmos_heuristics.Baseline, as far as it was measured."""
     found = {"tflops": data["gemm"]["vendor_tflops"]}
-    for key in ("collective_gbps", "collective_us"):
+    for key in ("collective_gbps", "collective_us", "reduction_gbps", "reduction_us"):
         if key in data["copies"]:
             found[key] = data["copies"][key]
     return found

@@ -138,6 +138,15 @@ class World(Uncopied, abc.ABC):
     def all_gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, ...] of every rank, stacked in rank order: the reference path's collective."""
 
+    def reduce_scatter_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, ...]: the sum over ranks of what each holds for this one.
+
+        Args:
+            x: [ranks * rows, ...] contiguous, rows for each rank in rank order.
+        """
+        parts = self.all_to_all_tensor(x).float().chunk(self.size)
+        return torch.stack(list(parts)).sum(0).to(x.dtype)
+
     def all_to_all_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * rows, ...]: what each rank holds for this one, stacked in rank order.
 

@@ -169,6 +169,11 @@ class GroupWorld(World):
         dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
         return out
 
+    def reduce_scatter_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0] // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_tensor(out, x, group=self._group)
+        return out
+
     def all_to_all_tensor(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=self._group)
