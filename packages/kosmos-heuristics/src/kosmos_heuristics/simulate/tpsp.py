@@ -6,6 +6,7 @@ one rank is played and what peers would send or finish is taken from it at the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kosmos_heuristics.checks import cdiv, check_choice, check_int
@@ -343,52 +344,65 @@ class Builder:
         case = self._case
         self._flow(self._machine.reduce_gbps, self._limit)
         chunk = case.m // case.world_size
-        rows, columns = cdiv(chunk, TILE), self._columns(case.n)
+        rows, height = cdiv(chunk, TILE), TILE // self._machine.tile_m
+        columns, whole = cdiv(case.n, self._machine.tile_n), cdiv(case.n, TILE)
         bands = [range(b, min(b + BAND_ROWS, rows)) for b in range(0, rows, BAND_ROWS)]
         if case.order == "row_major":
             bands = [range(rows)]
         gate = self._counter(0) if case.policy == "serial" else None
         for band in bands:
-            # An output tile is reduced once every rank has its partial. Ranks produce chunks in the
-            # same order, so with whole chunks (row-major) the last rank waits for all before its
-            # own: one counter a tile, over all chunks.
+            # An output tile is reduced once every rank has its partial: one counter a tile, over
+            # all owners. Ranks build theirs in the same order, from another owner on each, so that
+            # a rank's own tiles get their partials as one rank builds for all owners.
             first = len(self._counters)
-            self._counters.extend([case.world_size] * (len(band) * columns))
-            for _ in range(case.world_size):
-                for index in range(len(band) * columns):
-                    ready = first + index if gate is None else gate
-                    self._tile(case.k, NO_COUNTER, (ready, ready + 1))
-            whole = cdiv(case.n, TILE)
+            blocks = range(len(band) * height)
+            self._counters.extend([case.world_size] * (len(blocks) * columns))
+            for block, column in self._scattered(blocks, columns):
+                ready = first + block * columns + column if gate is None else gate
+                self._tile(case.k, NO_COUNTER, (ready, ready + 1))
             for index, row in enumerate(band):
                 for column in range(whole):
-                    base = first + index * columns
-                    low, high = columns * column // whole, columns * (column + 1) // whole
-                    need = (base + low, base + high) if gate is None else (gate, gate + 1)
-                    self._reduce_units(min(TILE, chunk - row * TILE), 1, need)
+                    left = column * TILE // self._machine.tile_n
+                    right = min(columns, cdiv((column + 1) * TILE, self._machine.tile_n))
+                    for top in range(0, min(TILE, chunk - row * TILE), REDUCE_ROWS):
+                        at = first + (index * height + top // self._machine.tile_m) * columns
+                        need = (at + left, at + right) if gate is None else (gate, gate + 1)
+                        self._reduce_unit(min(REDUCE_ROWS, chunk - row * TILE - top), 1, need)
         if gate is not None:
             self._counters[gate] = self._queues[TILES].claims
 
-    def _reduce_units(self, height: int, columns: int, need: tuple[int, int]) -> None:
+    def _scattered(self, blocks: range, columns: int) -> Iterator[tuple[int, int]]:
+        """(row block, column) of a band's tiles, as often as there are owners, in queue order.
+
+        Band-major sweeps a band column by column, in each all owners' rows; row-major has owner
+        after owner, row block by row block. In the latter the last rank is played.
+        """
+        owners = range(self._case.world_size)
+        if self._case.order == "row_major":
+            return ((b, c) for _ in owners for b in blocks for c in range(columns))
+        return ((b, c) for c in range(columns) for _ in owners for b in blocks)
+
+    def _reduce_unit(self, rows: int, columns: int, need: tuple[int, int]) -> None:
+        """Transfers of so many rows of so many tiles' width."""
         queue = DOWNSTREAM if self._case.kernel == "gemm_rs" else UPSTREAM
         factor = 1.0 + (self._machine.sentinel if queue == DOWNSTREAM else 0.0)
-        for top in range(0, height if self._peers else 0, REDUCE_ROWS):
-            size = min(REDUCE_ROWS, height - top) * TILE * BF16_BYTES * self._peers * factor
-            for _ in range(columns):
-                self._queues[queue].add(self._unit_bytes(size, self._machine.reduce_gbps), 0, need)
+        size = rows * TILE * BF16_BYTES * self._peers * factor
+        for _ in range(columns if self._peers else 0):
+            self._queues[queue].add(self._unit_bytes(size, self._machine.reduce_gbps), 0, need)
 
     def _bulk(self) -> None:
         case = self._case
         chunk = case.tokens // case.world_size
-        rows = cdiv(chunk, TILE)
         if case.gathers:
             self._copy_flows()
             done = self._counter(0)
-            self._gather_units(case.n, rows, done)
+            self._gather_units(case.n, cdiv(chunk, TILE), done)
             self._counters[done] = self._queues[UPSTREAM].claims
         else:
             self._flow(self._machine.reduce_gbps, self._limit)
-            for row in range(rows):
-                self._reduce_units(min(TILE, chunk - row * TILE), cdiv(case.n, TILE), NO_COUNTER)
+            for top in range(0, chunk, REDUCE_ROWS):
+                rows = min(REDUCE_ROWS, chunk - top)
+                self._reduce_unit(rows, cdiv(case.n, TILE), NO_COUNTER)
         tiles = cdiv(case.m, TILE) * self._columns(case.n)
         parts = self._parts(tiles)
         for _ in range(tiles):
