@@ -103,7 +103,8 @@ def test_crews_of_table_b3() -> None:
         (16, 128),
     ]
     assert moe_forward_crews("mxfp8", 768, True, 256) == (64, 128)
-    assert moe_forward_crews("mxfp8", 2048, False, 100) == (16, 96)
+    assert moe_forward_crews("mxfp8", 2048, False, 100) == (16, 48)
+    assert moe_forward_crews("bf16", 2048, False, 8) == (4, 4)
     assert moe_backward_crews("bf16", 1.0, 9.0, 256) == (32, 32)
     assert moe_backward_crews("mxfp8", 1.0, 1.0, 256) == (64, 128)
 

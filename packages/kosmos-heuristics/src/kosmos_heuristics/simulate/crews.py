@@ -74,7 +74,13 @@ def moe_forward_crews(dtype: str, inter: int, column_wise: bool, cap: int) -> tu
         dispatch = 32 if inter < 1024 else 24 if inter < 3072 else 16
     else:
         dispatch = min(max(round(24576 / inter / 8) * 8, 16), 48) * (2 if column_wise else 1)
-    return min(dispatch, cap // 2), min(128, cap) // 8 * 8
+    return min(dispatch, cap // 2), _beside_builders(128, cap)
+
+
+def _beside_builders(crew: int, cap: int) -> int:
+    """At most half of the grid, in eights where it has as many (reading A12)."""
+    half = min(crew, cap // 2)
+    return half // 8 * 8 if half >= 8 else half
 
 
 def moe_backward_crews(dtype: str, push_ms: float, gemm_ms: float, cap: int) -> tuple[int, int]:
@@ -88,4 +94,4 @@ def moe_backward_crews(dtype: str, push_ms: float, gemm_ms: float, cap: int) -> 
     """
     dispatch = _crew(256 * push_ms / (push_ms + gemm_ms), 32, 64)
     combine = _crew(256 * push_ms / gemm_ms, 24 if dtype == "bf16" else 32, 128)
-    return min(dispatch, cap // 2), min(combine, cap)
+    return min(dispatch, cap // 2), _beside_builders(combine, cap)
