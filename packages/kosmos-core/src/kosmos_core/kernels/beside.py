@@ -46,7 +46,7 @@ class Matrices(NamedTuple):
 
 
 @triton.jit
-def sum_unit(routes, offset, UNIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, SOURCES):
+def sum_unit(routes, offset, UNIT: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr):
     """Adds up UNIT elements of SOURCES routes, BLOCK of each a step."""
     zero = offset.to(tl.int32) * 0
     sources = (peer_ptr(routes, SOURCE, zero, tl.bfloat16) + offset,)

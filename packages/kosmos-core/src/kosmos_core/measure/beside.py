@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kosmos_core.device.layout import MAX_RANKS
 from kosmos_core.device.gemm import store_splits
+from kosmos_core.device.layout import MAX_RANKS
 from kosmos_core.kernels.beside import Heads, Matrices, beside_kernel, sum_kernel
 from kosmos_core.kernels.measure import Routes
 from kosmos_core.measure.budget import DEPTHS, GROUP_M, Budget, SumVariant
