@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,6 @@ from kosmos_core.device.roles import ONE_WAY, TWO_WAY
 from kosmos_core.testing.compile_guard import CompileCase, Expectations
 from kosmos_heuristics import load_machine
 from kosmos_heuristics.tiles import CLAIM_RUNS, COPY_DEPTH, copy_step_bytes
-from kosmos_mx.ops.gemm import SCALED_TILE
 
 from kosmos_tpsp.compile_parts import case, constexprs, tile_constants
 from kosmos_tpsp.device.config import (
@@ -26,6 +25,7 @@ from kosmos_tpsp.device.config import (
     Operands,
 )
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
+from kosmos_tpsp.ops.mx import scaled_tile
 
 UNPACKED_OPERANDS = Operands("*u8", "*u8", "*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32")
 SCALED_OPERANDS = Operands("*u8", "*u8", "*u8", "*u8", "*bf16", "*u8", "*u8", "*fp32")
@@ -38,15 +38,7 @@ def mx_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
     """Cases of a target whose plans are of a machine model."""
     machine = load_machine(machine_name)
     for form in FORMS[target]:
-        tile: Any = machine.tile
-        if form is SCALED:
-            tile = replace(
-                tile, block_m=SCALED_TILE.block_m, block_n=SCALED_TILE.block_n,
-                block_k=SCALED_TILE.block_k, num_warps=SCALED_TILE.num_warps,
-                num_stages=SCALED_TILE.num_stages,
-            )  # fmt: skip
         base: dict[str, Any] = {
-            **tile_constants(machine, tile),
             "FORMAT": form,
             "ROW_SHIFT": 9,
             "TRANSPORT": PUSH,
@@ -78,7 +70,12 @@ def mx_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             ]
         for changes, world in variants:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
+            tile: Any = machine.tile
+            if form is SCALED:
+                layout = "nn" if changes.get("LAYOUT") else "tn"
+                tile = replace(tile, **asdict(scaled_tile(layout)))
             config = {
+                **tile_constants(machine, tile),
                 **base,
                 **changes,
                 "COPY_ELEMENTS": copy_step_bytes(machine, transport)

@@ -48,6 +48,7 @@ class Exploration:
 
     Attributes:
         op: the operation.
+        dtype: "bf16", or "mxfp8" for operands in it in most calls that can have them.
         schedules: distinct schedules wanted.
         seconds: when to stop at the latest, None for never.
         seed: of the first scenario; the others follow it.
@@ -61,6 +62,7 @@ class Exploration:
     seconds: float | None
     seed: int
     jobs: int
+    dtype: str = "bf16"
     failures: list[Found] = field(default_factory=list)
     interrupted: bool = False
     _hashes: set[str] = field(default_factory=set)
@@ -103,7 +105,7 @@ class Exploration:
         if self.jobs == 1:
             seed = self.seed
             while True:
-                yield from run_batch(range(seed, seed + 1), self.op)
+                yield from run_batch(range(seed, seed + 1), self.op, self.dtype)
                 seed += 1
         context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(self.jobs, mp_context=context)
@@ -117,7 +119,7 @@ class Exploration:
         pending: set[concurrent.futures.Future[list[Found]]] = set()
         while True:
             while len(pending) < 2 * self.jobs:
-                pending.add(pool.submit(run_batch, range(seed, seed + BATCH), self.op))
+                pending.add(pool.submit(run_batch, range(seed, seed + BATCH), self.op, self.dtype))
                 seed += BATCH
             done, pending = concurrent.futures.wait(
                 pending, return_when=concurrent.futures.FIRST_COMPLETED
@@ -136,7 +138,8 @@ class Exploration:
 
     def replay(self, seed: int) -> str:
         """Command that repeats one scenario."""
-        return f"python -m kosmos_tpsp explore --op {self.op} --seed {seed} --schedules 1 --jobs 1"
+        what = f"--op {self.op}" + ("" if self.dtype == "bf16" else f" --dtype {self.dtype}")
+        return f"python -m kosmos_tpsp explore {what} --seed {seed} --schedules 1 --jobs 1"
 
     def summary_line(self) -> str:
         """What was found, in a line."""
@@ -152,6 +155,7 @@ class Exploration:
             counts.setdefault(dimension, {})[value] = count
         return {
             "op": self.op,
+            "dtype": self.dtype,
             "schedules": len(self._hashes),
             "runs": self._runs,
             "calls": self._calls,
@@ -185,11 +189,11 @@ class Exploration:
             raise click.ClickException(f"json: cannot write {path}: {error}") from error
 
 
-def run_batch(seeds: range, op: str) -> list[Found]:
+def run_batch(seeds: range, op: str, dtype: str = "bf16") -> list[Found]:
     """Runs the scenarios of some seeds."""
     # Every declined call is announced once; here thousands are declined on purpose.
     logging.getLogger("kosmos_tpsp").setLevel(logging.ERROR)
-    return [Scenario.draw(seed, op).run() for seed in seeds]
+    return [Scenario.draw(seed, op, dtype).run() for seed in seeds]
 
 
 def _versions() -> dict[str, str]:

@@ -8,12 +8,20 @@ import click
 
 from kosmos_tpsp.cli.exploration import Exploration
 from kosmos_tpsp.ops.catalog import DRIVERS
+from kosmos_tpsp.ops.mx import INSTALL, has_mx
 
 OPS = tuple(DRIVERS)
 
 
 @click.command()
 @click.option("--op", type=click.Choice(OPS), default=OPS[0], show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(("bf16", "mxfp8")),
+    default="bf16",
+    show_default=True,
+    help="mxfp8: most calls that can have such operands have them.",
+)
 @click.option(
     "--schedules",
     type=click.IntRange(min=1),
@@ -36,14 +44,24 @@ OPS = tuple(DRIVERS)
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a summary."
 )
 def explore(
-    op: str, schedules: int, seconds: float | None, seed: int, jobs: int, json_file: Path | None
+    op: str,
+    dtype: str,
+    schedules: int,
+    seconds: float | None,
+    seed: int,
+    jobs: int,
+    json_file: Path | None,
 ) -> int:
     """Run random calls of OP under random schedules on virtual ranks of the CPU executor.
 
     Exit status: 0 nothing was found, 1 something was (each with a command that repeats it), 2 bad
     arguments.
     """
-    exploration = Exploration(op, schedules, seconds, seed, jobs)
+    if dtype == "mxfp8" and not has_mx():
+        raise click.UsageError(f"dtype: got mxfp8, which needs kosmos-mx; {INSTALL}")
+    if dtype not in DRIVERS[op].dtypes:
+        raise click.UsageError(f"dtype: got {dtype} for {op}, wanted {DRIVERS[op].dtypes[0]}")
+    exploration = Exploration(op, schedules, seconds, seed, jobs, dtype)
     exploration.run()
     click.echo(exploration.summary_line())
     if json_file is not None:

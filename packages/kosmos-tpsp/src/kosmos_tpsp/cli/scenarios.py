@@ -34,7 +34,9 @@ CONTRACTIONS = (8, 16, 24, 40, 64, 128)
 # Rows of this width are not 16-byte aligned: the call is declined.
 DECLINED = 12
 # Choices that not every op has, and how the summary calls them.
-OWN_CHOICES = {"order": "order", "keep_gathered": "kept", "dx_to": "dx to"}
+OWN_CHOICES = {
+    "order": "order", "keep_gathered": "kept", "dx_to": "dx to", "block_scaled": "block-scaled",
+}  # fmt: skip
 RULES = ("executor", "executor", "executor", "h200", "mi350")
 
 
@@ -71,13 +73,19 @@ class Scenario:
     num_xcds: int
 
     @classmethod
-    def draw(cls, seed: int, op: str = "ag_gemm") -> Scenario:
+    def draw(cls, seed: int, op: str = "ag_gemm", dtype: str = "bf16") -> Scenario:
         """The scenario of a seed; calls of `op`, with some of the others between them."""
-        rng = random.Random(f"scenario {seed}" if op == "ag_gemm" else f"scenario {op} {seed}")
+        named = [op] if op != "ag_gemm" or dtype != "bf16" else []
+        named += [dtype] if dtype != "bf16" else []
+        rng = random.Random(" ".join(["scenario", *named, str(seed)]))
         ranks = rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 8))
         wgs = rng.randint(2, 5) if ranks < 8 else rng.randint(2, 3)
         deep = op == "ag_gemm" and ranks <= 2 and rng.random() < 0.05
         calls = tuple(_calls(rng, ranks, deep, op))
+        if dtype == "mxfp8":
+            # Equal calls stay equal.
+            made = {call: _in_mxfp8(rng, call) for call in dict.fromkeys(calls)}
+            calls = tuple(made[call] for call in calls)
         return cls(
             seed=seed,
             ranks=ranks,
@@ -132,9 +140,10 @@ class Scenario:
             found[name, str(value)] += 1
         for call in self.calls:
             o = call.options
-            declined = call.driver.other_of(call.shape) == DECLINED
+            # Padded to whole groups no contraction is.
+            declined = call.dtype == "bf16" and call.driver.other_of(call.shape) == DECLINED
             choices = {
-                "op": call.op, "layout": call.layout, "policy": o.policy,
+                "op": call.op, "dtype": call.dtype, "layout": call.layout, "policy": o.policy,
                 "transport": o.transport or "plan's", "split k": o.split_k or "plan's",
                 "movers a peer": getattr(o, call.driver.crew) or "plan's",
                 "call": "empty" if call.tokens == 0 else "declined" if declined else "full",
@@ -196,6 +205,16 @@ def _calls(rng: random.Random, ranks: int, deep: bool, op: str) -> list[Call]:
         shape = driver_of(options).shape_of(rows * ranks, n, other)
         calls.append(Call(*shape, data, options))
     return [*calls, calls[0]] if rng.random() < 0.5 else calls
+
+
+def _in_mxfp8(rng: random.Random, call: Call) -> Call:
+    """Most calls that can have operands in MXFP8."""
+    if "mxfp8" not in call.driver.dtypes or rng.random() < 0.2:
+        return call
+    chosen: dict[str, Any] = {"block_scaled": rng.choice((None, None, False, True))}
+    if getattr(call.options, "keep_gathered", None):
+        chosen["keep_gathered"] = None
+    return replace(call, options=replace(call.options, **chosen), dtype="mxfp8")
 
 
 def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:

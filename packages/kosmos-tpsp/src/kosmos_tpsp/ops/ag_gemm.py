@@ -180,7 +180,7 @@ def _plan(x: Operand, w: Operand, workspace: TpSpWorkspace, options: AgGemmOptio
             plan_ag_gemm, problem, workspace.machine,
             transport=prepared.transport_of(workspace, options), policy=options.policy,
             order=options.order, movers_per_peer=options.movers_per_peer, split_k=options.split_k,
-            **mx.tile_fields(form, workspace),
+            **mx.tile_fields(form, layout, workspace),
         )  # fmt: skip
         plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
         if form is codes.UNPACKED and (plan.transport == "push" or world.size == 1):

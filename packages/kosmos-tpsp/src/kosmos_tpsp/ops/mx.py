@@ -6,6 +6,7 @@ kosmos-mx on the host, and they once a layer asks for MXFP8.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from kosmos_tpsp.workspaces import TpSpWorkspace
 
 if TYPE_CHECKING:
     from kosmos_mx import MXTensor
+    from kosmos_mx.ops.gemm import Tile
 
     Operand: TypeAlias = torch.Tensor | MXTensor
 else:
@@ -24,7 +26,7 @@ else:
 try:
     import kosmos_mx
     from kosmos_mx.formats import E4M3, GROUP, SCALE_DTYPE
-    from kosmos_mx.ops.gemm import SCALED_TILE
+    from kosmos_mx.ops.gemm import SCALED_TILE, TURNED_TILE
     from kosmos_mx.ops.launching import as_bytes, has_block_scaled_mma
     from kosmos_mx.reference import quantize_rows
 except ImportError:
@@ -199,14 +201,16 @@ def zeros(shape: tuple[int, int], axis: str, device: torch.device) -> MXTensor:
     return kosmos_mx.MXTensor(data, scales, axis, (rows, cols), segments)
 
 
-def tile_fields(form: Any, workspace: TpSpWorkspace) -> dict[str, int]:
+def scaled_tile(layout: str) -> Tile:
+    """The tile that matrix units take with scales, by layout in memory.
+
+    Weights whose contraction does not lie together are turned in registers: they leave fewer.
+    """
+    return SCALED_TILE if layout == "tn" else TURNED_TILE
+
+
+def tile_fields(form: Any, layout: str, workspace: TpSpWorkspace) -> dict[str, int]:
     """Fields of a plan where matrix units want another tile than in bf16."""
-    if form is not codes.SCALED or workspace.machine.rule_set == "executor":
+    if form is not codes.SCALED or workspace.world.device.type != "cuda":
         return {}
-    return {
-        "block_m": SCALED_TILE.block_m,
-        "block_n": SCALED_TILE.block_n,
-        "block_k": SCALED_TILE.block_k,
-        "num_warps": SCALED_TILE.num_warps,
-        "num_stages": SCALED_TILE.num_stages,
-    }
+    return asdict(scaled_tile(layout))
