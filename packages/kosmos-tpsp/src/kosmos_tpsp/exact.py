@@ -57,9 +57,9 @@ def ag_gemm(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]
     x, w = gathered(draw, "x", size), draw("w", rank).double()
     product = x.double() @ (w.t() if options.layout == "tn" else w)
     found = {"out": Wanted.of(product)}
-    # Of MXFP8, whose values come in FP64, nothing is kept.
-    if options.keeps_gathered and x.dtype is torch.bfloat16:
-        found["gathered"] = Wanted.rows(x)
+    # Values of MXFP8 come in FP64, and are kept only where that is asked for.
+    if options.keeps_gathered if x.dtype is torch.bfloat16 else options.keep_gathered:
+        found["gathered"] = Wanted.rows(x.to(torch.bfloat16))
     return found
 
 

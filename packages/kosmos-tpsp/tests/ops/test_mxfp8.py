@@ -79,6 +79,13 @@ def test_eight_ranks_few_workgroups_and_splits(transport: str) -> None:
     assert run(2, 3, split_k=2, transport=transport, block_scaled=True, cap=3).problems == []
 
 
+@pytest.mark.parametrize("transport", ["pull", "push"])
+def test_the_dequantised_input_is_returned_where_that_is_asked_for(transport: str) -> None:
+    for ranks in (1, 3):
+        found = run(ranks, ranks, SHAPES[:2], keep_gathered=True, transport=transport)
+        assert found.problems == []
+
+
 ROWS, N, K = 40, 24, 96
 
 
@@ -243,7 +250,10 @@ BAD: dict[str, tuple[Callable[[TpSpWorkspace], Any], str]] = {
     "segments": (
         lambda ws: ag_gemm(replace(X, segments=(64, 32)), W, ws), r"x: got segments \(64, 32\)"
     ),
-    "kept": (lambda ws: ag_gemm(X, W, ws, keep_gathered=True), "keep_gathered: got True for MXFP8"),
+    "kept": (
+        lambda ws: ag_gemm(X, W, ws, keep_gathered=True, block_scaled=True),
+        "keep_gathered: got True for MXFP8 that is multiplied as it is",
+    ),
     "not a flag": (lambda ws: ag_gemm(X, W, ws, block_scaled=1), "block_scaled: got 1"),
     "out over x": (
         lambda ws: ag_gemm(

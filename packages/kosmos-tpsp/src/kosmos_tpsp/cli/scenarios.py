@@ -212,7 +212,7 @@ def _in_mxfp8(rng: random.Random, call: Call) -> Call:
     if "mxfp8" not in call.driver.dtypes or rng.random() < 0.2:
         return call
     chosen: dict[str, Any] = {"block_scaled": rng.choice((None, None, False, True))}
-    if getattr(call.options, "keep_gathered", None):
+    if chosen["block_scaled"] and getattr(call.options, "keep_gathered", None):
         chosen["keep_gathered"] = None
     return replace(call, options=replace(call.options, **chosen), dtype="mxfp8")
 

@@ -29,7 +29,8 @@ class AgGemmOptions:
 
     Attributes:
         layout: "tn" or "nn".
-        keep_gathered: also return the gathered input; None keeps it for "nn".
+        keep_gathered: also return the gathered input; None keeps it for "nn" in bf16. One in MXFP8
+            can be kept where it is dequantised on arrival.
         cap: most workgroups to use.
         policy: "one_way", "two_way", "fixed" or "serial".
         order: "local_first", "chunk_major" or "naive".
@@ -56,7 +57,7 @@ class AgGemmOptions:
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether a gathered bf16 input is returned, too; one in MXFP8 never is."""
+        """Whether a gathered bf16 input is returned, too; one in MXFP8 only if asked for."""
         return self.layout == "nn" if self.keep_gathered is None else self.keep_gathered
 
 
@@ -81,8 +82,8 @@ def ag_gemm(
         **choices: fields of `AgGemmOptions`, when `options` is not given.
 
     Returns:
-        out [m, n]; with the gathered input kept, (out, gathered [m, k]). In MXFP8 nothing is kept:
-        the weight gradient reads a column-wise copy.
+        out [m, n]; with the gathered input kept, (out, gathered [m, k]). An MXFP8 input is kept
+        only where that is asked for, dequantised: the weight gradient reads a column-wise copy.
 
     Raises:
         ArgumentError: wrong type, dtype, device, shape or choice; the peers are told, as they are
@@ -127,7 +128,10 @@ def ag_gemm(
             for config in call.configs
         ]
         prepared.launch_all(ag_gemm_kernel, call, launches, workspace)
-    return (out, kept) if kept is not None else out
+    if kept is None:
+        return out
+    # In MXFP8 its rows may have been padded to whole groups.
+    return out, kept if kept.shape[1] == x.shape[1] else kept[:, : x.shape[1]]
 
 
 def prepare_ag_gemm(
@@ -165,12 +169,12 @@ def _plan(x: Operand, w: Operand, workspace: TpSpWorkspace, options: AgGemmOptio
         n, k = prepared.features(x, w, layout)
     else:
         n, k, layout = mx.features(x, w, layout, form)
-        dtype, keeps = "mxfp8", False
-        if options.keep_gathered:
+        dtype, keeps = "mxfp8", bool(options.keep_gathered)
+        if keeps and form is codes.SCALED:
             raise validate.reject(
                 validate.ARGUMENT,
-                "keep_gathered: got True for MXFP8, wanted False: the weight gradient reads the "
-                "column-wise copy; gather that one",
+                "keep_gathered: got True for MXFP8 that is multiplied as it is, wanted False: the "
+                "weight gradient reads the column-wise copy; gather that one",
             )
     m = x.shape[0] * world.size
     validate.check_room(workspace, m, k)
@@ -183,7 +187,7 @@ def _plan(x: Operand, w: Operand, workspace: TpSpWorkspace, options: AgGemmOptio
             **mx.tile_fields(form, layout, workspace),
         )  # fmt: skip
         plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
-        if form is codes.UNPACKED and (plan.transport == "push" or world.size == 1):
+        if form is codes.UNPACKED and not keeps and (plan.transport == "push" or world.size == 1):
             workspace.reserve_unpacked()
     precision = "" if form is codes.BF16 else " mxfp8"
     label = f"ag_gemm {options.layout}{precision} m={m} n={n} k={k}"
@@ -208,7 +212,8 @@ def _configs(
         LAYOUT=tl.constexpr(LAYOUTS[layout]),
         ORDER=tl.constexpr(ORDERS[plan.order]),
         PHASE=codes.FUSED,
-        KEEP_GATHERED=tl.constexpr(int(problem.keeps_gathered)),
+        # What is dequantised lies in the output at once: nothing is left to complete.
+        KEEP_GATHERED=tl.constexpr(int(problem.keeps_gathered and form is codes.BF16)),
         SCATTERS=tl.constexpr(0),
         SLICES=tl.constexpr(plan.slices),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),
@@ -269,10 +274,11 @@ def _gathered(
 ) -> torch.Tensor:
     """Where builders read gathered rows."""
     alone, pulls = workspace.world.size == 1, plan.transport == "pull"
-    if config.FORMAT is codes.UNPACKED and (alone or not pulls):
-        return workspace.unpacked
-    if kept is not None and pulls:
+    dequantises = config.FORMAT is codes.UNPACKED
+    if kept is not None and (pulls or dequantises):
         return kept
+    if dequantises and (alone or not pulls):
+        return workspace.unpacked
     if alone:
         return x
     region = workspace.buffer(int(words.GATHER.value))
