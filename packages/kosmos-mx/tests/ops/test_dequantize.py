@@ -6,7 +6,7 @@ import pytest
 import torch
 from kosmos_core.errors import ArgumentError
 from kosmos_core.executor import Mutation
-from kosmos_mx import quantize
+from kosmos_mx import dequantize, quantize
 from kosmos_mx.cli.checking import PATHS, all_codes
 from kosmos_mx.device import decode
 from kosmos_mx.formats import FORMATS
@@ -54,6 +54,18 @@ def test_the_kernel_and_the_plain_path_agree(on_executor):
                     return made.dequantize(torch.float32, padding=padding)
 
                 assert torch.equal(on_executor(work), work())
+
+
+def test_memory_that_is_there_is_written(on_executor):
+    made = quantize(torch.randn(70, 100), "col")
+    wanted = made.dequantize(padding=True)
+    out = torch.full(made.data.shape, torch.nan, dtype=torch.bfloat16)
+    for work in (on_executor, lambda work: work()):
+        assert work(lambda: dequantize(made, padding=True, out=out.fill_(torch.nan))) is out
+        assert torch.equal(out, wanted)
+    for bad in (out.float(), out[:-1], out.t()):
+        with pytest.raises(ArgumentError, match="out: got"):
+            dequantize(made, out=bad)
 
 
 def test_another_dtype_is_refused():

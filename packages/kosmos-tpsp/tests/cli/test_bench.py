@@ -105,6 +105,25 @@ def test_a_run_measures_checks_and_reports_every_variant(tmp_path: Path) -> None
     }
 
 
+def test_a_run_in_mxfp8_is_compared_with_bf16_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "HOST_SHAPE", (64, 32, 64))
+    cases = [replace(case, dtype="mxfp8") for case in parse_cases("64,32,64;96,40,64", "tn", 2)]
+    settings = replace(BRIEF, host_calls=1)
+    report = bench_on_cpu(cases, [], sweep=False, settings=settings)[0]
+    assert report.wrong == []
+    publish(report, tmp_path / "run.json", tmp_path / "run.png")
+    first = json.loads((tmp_path / "run.json").read_text())["rows"][0]
+    assert first["remote_bytes"] == 32 * 64 * 33 // 32
+    assert first["speedup"]["fused_bf16"] == 1.25
+    assert first["gather_bound"] is False
+    assert "MXFP8" in first["unavailable"]["async_tp"]
+    assert report.host_us.keys() == {"ag_gemm"}
+    nn = [Case("small", 64, 32, 64, "nn", dtype="mxfp8")]
+    assert bench_on_cpu(nn, [], sweep=False)[0].wrong == []
+
+
 def test_the_order_ablation_compares_the_three_orders() -> None:
     cases = [Case("small", 96, 40, 64, "tn"), Case("small", 96, 40, 64, "nn")]
     report = bench_on_cpu([], cases, sweep=False, ranks=3)[0]

@@ -135,10 +135,10 @@ def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupt_keeps_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(seeds: range, op: str) -> list[Found]:
+    def interrupted(seeds: range, op: str, dtype: str) -> list[Found]:
         if 2 in seeds:
             raise KeyboardInterrupt
-        return run_batch(seeds, op)
+        return run_batch(seeds, op, dtype)
 
     run_batch = exploration.run_batch
     monkeypatch.setattr(exploration, "run_batch", interrupted)

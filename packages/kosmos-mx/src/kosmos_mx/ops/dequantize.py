@@ -27,6 +27,7 @@ def dequantize(
     *,
     padding: bool = False,
     target: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[rows, cols] of `x`; see `MXTensor.dequantize`.
 
@@ -36,18 +37,29 @@ def dequantize(
         padding: keep the padding to whole groups.
         target: vendor constant of the device functions, to run another vendor's code path. [this
             device's]
+        out: contiguous memory for the matrix as it is stored, with its padding; allocated when
+            None.
 
     Raises:
-        ArgumentError: another dtype.
+        ArgumentError: another dtype, or an `out` that does not fit.
     """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype: got {dtype}, wanted one of {', '.join(map(str, DTYPES))}")
     # As it lies in memory, a matrix is upright.
     stored = x.t() if x.is_transposed else x
+    shape = tuple(stored.data.shape)
+    if out is not None and (
+        tuple(out.shape) != shape or out.dtype is not dtype or not out.is_contiguous()
+    ):
+        raise ArgumentError(
+            f"out: got {out.dtype} {tuple(out.shape)}, strides {out.stride()}, wanted a contiguous "
+            f"{dtype} matrix {shape}, as the elements are stored"
+        )
     if dtype is not torch.float64 and runs_kernels(x.device):
-        values = _launch(stored, dtype, target_of(x.device) if target is None else target)
+        values = _launch(stored, dtype, target_of(x.device) if target is None else target, out)
     else:
         values = _by_reference(stored, dtype)
+        values = values if out is None else out.copy_(values)
     if not padding:
         values = _cropped(values, stored)
     return values.t() if x.is_transposed else values
@@ -68,9 +80,12 @@ def _by_reference(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     return upright.to(dtype).t().contiguous()
 
 
-def _launch(stored: MXTensor, dtype: torch.dtype, target: int) -> torch.Tensor:
+def _launch(
+    stored: MXTensor, dtype: torch.dtype, target: int, out: torch.Tensor | None
+) -> torch.Tensor:
     rows, cols = stored.data.shape
-    out = torch.empty(rows, cols, dtype=dtype, device=stored.device)
+    if out is None:
+        out = torch.empty(rows, cols, dtype=dtype, device=stored.device)
     config = constants(
         DequantizeConfig,
         COLUMNS=int(stored.axis == "col"),

@@ -29,6 +29,7 @@ class Case:
         k: its contraction.
         layout: "tn" or "nn".
         op: the operation.
+        dtype: of the operands.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Case:
     k: int
     layout: str = "tn"
     op: str = "ag_gemm"
+    dtype: str = "bf16"
 
     @property
     def flops(self) -> int:
@@ -50,7 +52,7 @@ class Case:
 
     def remote_bytes(self, world_size: int) -> int:
         """Bytes that each rank receives from its peers."""
-        return DRIVERS[self.op].remote_bytes(self.shape, world_size)
+        return DRIVERS[self.op].remote_bytes(self.shape, world_size, self.dtype)
 
     @property
     def tokens(self) -> int:
@@ -60,7 +62,7 @@ class Case:
     @property
     def width(self) -> int:
         """Features of the workspace that it takes."""
-        return DRIVERS[self.op].width(self.shape)
+        return DRIVERS[self.op].room(self.shape, self.dtype)
 
 
 def parse_cases(spec: str, layout: str, world_size: int, op: str = "ag_gemm") -> list[Case]:

@@ -60,7 +60,7 @@ def _title(report: Report) -> str:
     where = f"{row.world_size} x {machine.get('gpu', machine.get('model', 'unknown machine'))}"
     layouts = "+".join(sorted({r.case.layout.upper() for r in (*report.rows, *report.orders)}))
     title = DRIVERS[report.op].title
-    return f"{title} {layouts}, bf16, {where}: one fused kernel against NCCL and cuBLAS"
+    return f"{title} {layouts}, {row.case.dtype}, {where}: one fused kernel against NCCL and cuBLAS"
 
 
 def _family(row: Row) -> str:

@@ -89,13 +89,17 @@ def _share(value: float | None) -> str:
 def _table(report: Report) -> Table:
     first = report.rows[0]
     table = Table(
-        title=f"{report.op} {first.case.layout}, bf16, {first.world_size} ranks: fused and unfused",
+        title=(
+            f"{report.op} {first.case.layout}, {first.case.dtype}, {first.world_size} ranks: "
+            "fused and unfused"
+        ),
         caption="speed-ups are rival / fused; * loses; declined rows are timed fused too",
     )
     for heading in ("shape", "plan"):
         table.add_column(heading, no_wrap=True)
     for heading in (
         "NCCL+cuBLAS ms", "fused ms", "spread", "TFLOPS", "speed-up", "async TP", "serial",
+        *(["fused bf16"] if first.case.dtype == "mxfp8" else []),
         "best fixed", "GEMM/cuBLAS", "efficiency",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
@@ -106,6 +110,7 @@ def _table(report: Report) -> Table:
     table.add_row(
         "geomean", "", "", "", "", "", _times(means["speedup_nccl_cublas"]),
         _times(means["speedup_async_tp"]), _times(means["speedup_serial"]),
+        *([_times(means["speedup_fused_bf16"])] if first.case.dtype == "mxfp8" else []),
         _times(means["speedup_best_fixed"]), _share(means["gemm_ratio"]),
         _share(means["efficiency"]), style="bold",
     )  # fmt: skip
@@ -130,6 +135,7 @@ def _cells(row: Row) -> list[str]:
         _times(speedups["nccl_cublas"]) + ("*" if row.loses else ""),
         _times(speedups["async_tp"]),
         _times(speedups["serial"]),
+        *([_times(speedups["fused_bf16"])] if row.case.dtype == "mxfp8" else []),
         _times(speedups["best_fixed"]) + split,
         _share(row.gemm_ratio),
         _share(row.efficiency),

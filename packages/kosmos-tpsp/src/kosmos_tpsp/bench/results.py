@@ -71,6 +71,12 @@ class Row:
         return None if gemm is None or fused is None else max(gemm, self.bytes_ms) / fused
 
     @property
+    def gather_bound(self) -> bool | None:
+        """Whether bytes at the transport's peak take longer than the vendor's GEMM."""
+        gemm = self.ms(v.GEMM_VENDOR)
+        return None if gemm is None else self.bytes_ms > gemm
+
+    @property
     def gemm_ratio(self) -> float | None:
         """Speed of the own GEMM as a share of the vendor's."""
         own, vendor = self.ms(v.GEMM_OWN), self.ms(v.GEMM_VENDOR)
@@ -83,6 +89,7 @@ class Row:
             "nccl_cublas": self._over_fused(v.BASELINE),
             "async_tp": self._over_fused(v.ASYNC_TP),
             "serial": self._over_fused(v.SERIAL),
+            "fused_bf16": self._over_fused(v.FUSED_BF16),
             "two_way": self._over_fused(v.TWO_WAY),
             "best_fixed": self._over_fused(self.best_fixed),
         }
@@ -120,11 +127,13 @@ class Row:
             "n": self.case.n,
             "k": self.case.k,
             "layout": self.case.layout,
+            "dtype": self.case.dtype,
             "accepted": self.accepted,
             "decline": self.decline,
             "plan": None if self.plan is None else self.plan.to_dict(),
             "remote_bytes": remote,
             "bytes_ms": self.bytes_ms,
+            "gather_bound": self.gather_bound,
             "rel_err_fp64": self.rel_err,
             "variants": measured,
             "unavailable": self.unavailable,
@@ -165,7 +174,7 @@ class Report:
     @property
     def geomeans(self) -> dict[str, float | None]:
         """Geometric means over the rows, accepted or not."""
-        keys = ("nccl_cublas", "async_tp", "serial", "two_way", "best_fixed")
+        keys = ("nccl_cublas", "async_tp", "serial", "fused_bf16", "two_way", "best_fixed")
         means = {f"speedup_{key}": geomean(r.speedups[key] for r in self.rows) for key in keys}
         means["efficiency"] = geomean(r.efficiency for r in self.rows)
         means["gemm_ratio"] = geomean(r.gemm_ratio for r in self.rows)

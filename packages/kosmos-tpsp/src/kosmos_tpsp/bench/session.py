@@ -28,6 +28,7 @@ from kosmos_tpsp.bench.report import console, summary
 from kosmos_tpsp.bench.results import Report, Row
 from kosmos_tpsp.bench.runner import Settings, measure, measure_orders
 from kosmos_tpsp.bench.variants import Rig
+from kosmos_tpsp.ops import mx
 from kosmos_tpsp.ops.catalog import driver_of
 from kosmos_tpsp.ops.registry import call_handle
 from kosmos_tpsp.workspaces import TRANSPORTS, TpSpWorkspace
@@ -142,24 +143,32 @@ def run(
             bar.advance(task)
         bar.update(task, description="host cost of a call")
         if settings.host_calls:
-            host_us.update(host_cost(rig, settings.host_calls))
+            dtype = next((case.dtype for case in (*cases, *order_cases)), "bf16")
+            host_us.update(host_cost(rig, settings.host_calls, dtype))
     return report()
 
 
-def host_cost(rig: Rig, calls: int) -> dict[str, float]:
+def host_cost(rig: Rig, calls: int, dtype: str = "bf16") -> dict[str, float]:
     """Host microseconds of a warm call under no_grad on the slowest rank, by entry point."""
     driver = driver_of(rig.choices)
     options = replace(rig.choices, force=True)
     shape = driver.shape_of(*HOST_SHAPE)
-    given = {
-        name: torch.randn(of, device=rig.world.device).bfloat16()
-        for name, of in driver.operand_shapes(shape, rig.world.size, options).items()
-    }
+    axes = driver.quantised(options) if dtype == "mxfp8" else {}
+    given: dict[str, Any] = {}
+    for name, of in driver.operand_shapes(shape, rig.world.size, options).items():
+        t = torch.randn(of, device=rig.world.device).bfloat16()
+        # Local operands as values, as in a layer, where rows are dequantised on arrival.
+        is_whole = not given or mx.takes_scales(rig.world.device)
+        given[name] = t
+        if name in axes:
+            copy = mx.quantized(t, axes[name])
+            given[name] = copy if is_whole else mx.as_operand(copy, scaled=False)
     operator, handle = driver.operator(options), call_handle(rig.workspace, options)
     entries: dict[str, Callable[[], object]] = {
         driver.name: lambda: driver.op(*given.values(), rig.workspace, options=options),
-        f"kosmos::{driver.name}": lambda: operator(*given.values(), handle),
     }
+    if dtype == "bf16":
+        entries[f"kosmos::{driver.name}"] = lambda: operator(*given.values(), handle)
     costs = {}
     with torch.no_grad():
         for name, entry in entries.items():

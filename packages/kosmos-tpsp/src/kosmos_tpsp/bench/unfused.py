@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from kosmos_core.worlds.group import GroupWorld
 
 from kosmos_tpsp.bench import checking
 from kosmos_tpsp.bench.cases import Case
+from kosmos_tpsp.ops import mx
 from kosmos_tpsp.ops.ag_gemm import ag_gemm
 from kosmos_tpsp.ops.bulk_rs import bulk_rs
 from kosmos_tpsp.ops.catalog import DRIVERS, Sizes
@@ -29,19 +31,22 @@ Call = Callable[[], Tensors]
 
 @dataclass(frozen=True)
 class Data:
-    """Operands and buffers of one case on one rank, bfloat16, by name.
+    """Operands and buffers of one case on one rank, bfloat16 or, of MXFP8, operands in it, by name.
 
     Attributes:
         case: the case.
         world: the ranks.
-        given: operands.
+        given: operands as the fused op takes them; of MXFP8 local ones come as values where it
+            dequantises on arrival.
+        values: of MXFP8 the bf16 values of all operands; empty for bf16.
         outs: outputs of the op.
         scratch: what only the unfused path writes.
     """
 
     case: Case
     world: World
-    given: Tensors
+    given: dict[str, Any]
+    values: Tensors
     outs: Tensors
     scratch: Tensors
 
@@ -59,13 +64,27 @@ class Data:
             return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
 
         driver, sizes = DRIVERS[case.op], Sizes(*case.shape, world.size, case.layout)
+        given: dict[str, Any] = {name: normal(of(sizes)) for name, of in driver.operands.items()}
+        values: Tensors = {}
+        if case.dtype == "mxfp8":
+            axes = driver.quantised(driver.options(layout=case.layout))
+            given = {name: mx.quantized(t, axes[name]) for name, t in given.items()}
+            values = {name: mx.as_operand(t, scaled=False) for name, t in given.items()}
+            if not mx.takes_scales(device):
+                first = next(iter(given))
+                given = {**values, first: given[first]}
         return cls(
             case,
             world,
-            {name: normal(of(sizes)) for name, of in driver.operands.items()},
+            given,
+            values,
             {name: poison(of(sizes)) for name, of in driver.outputs.items()},
             {name: poison(of(sizes)) for name, of in UNFUSED[case.op].scratch.items()},
         )
+
+    def plain(self, name: str) -> torch.Tensor:
+        """A bf16 operand, or the values of one in MXFP8."""
+        return self.values[name] if self.values else self.given[name]
 
     def poison(self) -> None:
         """Fills every buffer with NaN."""
@@ -109,6 +128,18 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, world: World) -> None:
         out.copy_(world.all_gather_tensor(x))
 
 
+def gather_values(out: torch.Tensor, x: Any, data: Data) -> None:
+    """Gathers the rows of all ranks; of MXFP8 elements and scales, which are then dequantised."""
+    if not data.values:
+        all_gather(out, x, data.world)
+        return
+    size = data.world.size
+    elements, scales = (t.new_empty((t.shape[0] * size, t.shape[1])) for t in mx.as_stored(x))
+    for gathered, own in zip((elements, scales), mx.as_stored(x), strict=True):
+        all_gather(gathered, own, data.world)
+    mx.dequantized(mx.of_bytes(elements, scales, x.axis), out)
+
+
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, world: World) -> None:
     """Sums the rows that this rank owns over all ranks."""
     if isinstance(world, GroupWorld):
@@ -119,12 +150,12 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, world: World) -> None:
 
 
 def _weights(data: Data) -> torch.Tensor:
-    w = data.given["w"]
+    w = data.plain("w")
     return w.t() if data.case.layout == "tn" else w
 
 
 def _ag_gemm_sequence(data: Data) -> Tensors:
-    all_gather(data.outs["gathered"], data.given["x"], data.world)
+    gather_values(data.outs["gathered"], data.given["x"], data)
     return {**_ag_gemm_gemm(data), "gathered": data.outs["gathered"]}
 
 
@@ -134,7 +165,7 @@ def _ag_gemm_gemm(data: Data) -> Tensors:
 
 def _ag_gemm_own(data: Data, solo: TpSpWorkspace) -> Tensors:
     x, out, layout = data.outs["gathered"], data.outs["out"], data.case.layout
-    ag_gemm(x, data.given["w"], solo, out=out, layout=layout, keep_gathered=False, force=True)
+    ag_gemm(x, data.plain("w"), solo, out=out, layout=layout, keep_gathered=False, force=True)
     return {"out": out}
 
 
@@ -147,7 +178,7 @@ def _ag_gemm_async(data: Data, group: str) -> Tensors:
 
 
 def _ag_gemm_error(data: Data, outs: Tensors, written: Tensors) -> float:
-    w, layout = data.given["w"], data.case.layout
+    w, layout = data.plain("w"), data.case.layout
     return checking.fp64_error(outs["out"], written["gathered"], w, layout)
 
 

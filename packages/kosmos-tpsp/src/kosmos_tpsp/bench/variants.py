@@ -19,6 +19,8 @@ BASELINE = "nccl_cublas"
 FUSED = "fused"
 ASYNC_TP = "async_tp"
 SERIAL = "serial"
+# MXFP8: the own fused kernel on the bf16 values of the operands.
+FUSED_BF16 = "fused_bf16"
 GEMM_VENDOR = "gemm_cublas"
 GEMM_OWN = "gemm_own"
 # They compute a part of the op, on what the baseline has left.
@@ -109,6 +111,8 @@ def line_up(rig: Rig, data: Data, *, sweep: bool) -> Lineup:
         lineup.unavailable[ASYNC_TP] = async_tp
     else:
         lineup.variants[ASYNC_TP] = async_tp
+    if data.values:
+        lineup.variants[FUSED_BF16] = _fused_bf16(rig, data)
     if sweep:
         lineup.fused(rig, data, TWO_WAY, policy="two_way")
         for crew in FIXED_CREWS:
@@ -124,6 +128,14 @@ def line_up_orders(rig: Rig, data: Data) -> Lineup:
         lineup.fused(rig, data, f"{ORDER_PREFIX}{order}", order=order)
     lineup.decline = _verdict(rig, data)
     return lineup
+
+
+def _fused_bf16(rig: Rig, data: Data) -> Variant:
+    options = replace(rig.choices, force=True, keep_gathered=False)
+    driver = driver_of(options)
+    plan = driver.describe(data.values, rig.workspace, options).plan
+    call = partial(driver.call, data.values, rig.workspace, data.outs, options)
+    return Variant(FUSED_BF16, call, plan)
 
 
 def _verdict(rig: Rig, data: Data) -> str | None:
@@ -155,6 +167,8 @@ def baseline(data: Data) -> Variant:
 
 def _async_tp(data: Data) -> Variant | str:
     """Torch's own overlapped op, or why it cannot be had. Collective."""
+    if data.values:
+        return "torch's async-TP op gathers no MXFP8"
     world, overlapped = data.world, UNFUSED[data.case.op].async_tp
     if overlapped is None:
         return f"torch has no async-TP op like {data.case.op}"

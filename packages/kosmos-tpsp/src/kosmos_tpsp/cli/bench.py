@@ -23,6 +23,7 @@ from kosmos_tpsp.bench.runner import Settings
 from kosmos_tpsp.bench.session import group_rig, process_group, run
 from kosmos_tpsp.bench.unfused import UNFUSED
 from kosmos_tpsp.ops.catalog import DRIVERS, LAYOUTS, ORDERS, choose
+from kosmos_tpsp.ops.mx import INSTALL, has_mx
 from kosmos_tpsp.ops.prepared import POLICIES, TRANSPORTS
 
 QUICK = Settings(rounds=1, warmup=3, calls=8)
@@ -38,6 +39,13 @@ OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
     "[default: llama3, none with --order-ablation]",
 )
 @click.option("--layout", type=click.Choice(LAYOUTS), help="[default: the op's]")
+@click.option(
+    "--dtype",
+    type=click.Choice(("bf16", "mxfp8")),
+    default="bf16",
+    show_default=True,
+    help="mxfp8: against NCCL on its bytes, dequantising and cuBLAS, and against fused bf16.",
+)
 @click.option("--policy", default="one_way", show_default=True, type=click.Choice(tuple(POLICIES)))
 @click.option("--order", type=click.Choice(ORDERS), help="[default: the op's]")
 @click.option("--transport", type=click.Choice(tuple(TRANSPORTS)), help="[default: by the rules]")
@@ -52,6 +60,7 @@ def bench(
     op: str,
     shapes: str | None,
     layout: str | None,
+    dtype: str,
     policy: str,
     order: str | None,
     transport: str | None,
@@ -78,7 +87,14 @@ def bench(
         raise click.UsageError(f"order: got {order} for {op}, wanted {wanted}")
     if order_ablation and not driver.orders:
         raise click.UsageError(f"order-ablation: {op} has no queue orders to choose from")
-    cases, ordered = _cases(op, shapes, layout, order_ablation)
+    if dtype not in driver.dtypes:
+        raise click.UsageError(f"dtype: got {dtype} for {op}, wanted {driver.dtypes[0]}")
+    if dtype == "mxfp8" and not has_mx():
+        raise click.UsageError(f"dtype: got mxfp8, which needs kosmos-mx; {INSTALL}")
+    cases, ordered = (
+        [replace(case, dtype=dtype) for case in some]
+        for some in _cases(op, shapes, layout, order_ablation)
+    )
     _check_outputs(json_path, png_path)
     if not torch.cuda.is_available():
         raise click.UsageError("bench: no GPU is visible; it measures GPUs (check runs anywhere)")
@@ -89,8 +105,8 @@ def bench(
         op, {"policy": policy, "order": order, "transport": transport, "layout": layout}
     )
     described = {
-        "op": op, "command": _command(), "policy": policy, "order": order, "transport": transport,
-        "quick": quick,
+        "op": op, "dtype": dtype, "command": _command(), "policy": policy, "order": order,
+        "transport": transport, "quick": quick,
     }  # fmt: skip
     try:
         with process_group(), group_rig([*cases, *ordered], choices) as rig:

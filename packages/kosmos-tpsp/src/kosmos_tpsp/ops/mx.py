@@ -26,6 +26,7 @@ else:
 try:
     import kosmos_mx
     from kosmos_mx.formats import E4M3, GROUP, SCALE_DTYPE
+    from kosmos_mx.ops.dequantize import dequantize
     from kosmos_mx.ops.gemm import SCALED_TILE, TURNED_TILE
     from kosmos_mx.ops.launching import as_bytes, has_block_scaled_mma
     from kosmos_mx.reference import quantize_rows
@@ -98,7 +99,7 @@ def format_of(x: Any, workspace: TpSpWorkspace, block_scaled: bool | None) -> An
         return codes.BF16
     scaled = block_scaled
     if scaled is None:
-        scaled = has_block_scaled_mma(workspace.world.device)
+        scaled = takes_scales(workspace.world.device)
     return codes.SCALED if scaled else codes.UNPACKED
 
 
@@ -188,6 +189,33 @@ def quantized(x: torch.Tensor, axis: str) -> MXTensor:
     # Stored as the source is.
     data, scales = row_wise.data.t().contiguous(), row_wise.scales.t().contiguous()
     return kosmos_mx.MXTensor(data, scales, "col", (cols, rows), (cols,))
+
+
+def dequantized(t: MXTensor, out: torch.Tensor) -> torch.Tensor:
+    """The bf16 values of a matrix, its padding included, in memory that is there already."""
+    if out.device.type == "cpu":
+        return out.copy_(as_operand(t, scaled=False))
+    values: torch.Tensor = dequantize(t, torch.bfloat16, padding=True, out=out)
+    return values
+
+
+def takes_scales(device: torch.device) -> bool:
+    """Whether the matrix units of a device take scales."""
+    return bool(has_block_scaled_mma(device))
+
+
+def of_bytes(elements: torch.Tensor, scales: torch.Tensor, axis: str) -> MXTensor:
+    """As `whole`, of bytes."""
+    return whole(elements.view(E4M3.dtype), scales.view(SCALE_DTYPE), axis)
+
+
+def whole(elements: torch.Tensor, scales: torch.Tensor, axis: str) -> MXTensor:
+    """A matrix of padded elements and their scales as they lie in memory."""
+    rows, cols = elements.shape
+    made: MXTensor = kosmos_mx.MXTensor(
+        elements, scales, axis, (rows, cols), (cols if axis == "row" else rows,)
+    )
+    return made
 
 
 def zeros(shape: tuple[int, int], axis: str, device: torch.device) -> MXTensor:
