@@ -441,6 +441,33 @@ def test_gradients_of_gradients_are_refused(on_cpu: Callable[..., list[Any]]) ->
     on_cpu(2, host)
 
 
+@pytest.mark.parametrize("layer_type", [ColumnParallelLinear, RowParallelLinear])
+def test_who_looks_on_sees_operators_that_give_the_same(
+    layer_type: Any, on_cpu: Callable[..., list[Any]]
+) -> None:
+    def host(rank: int, world: World) -> None:
+        layer = layer_type(HIDDEN, INNER, group=world, max_tokens=TOKENS, bias=False)
+        rows, features = (TOKENS // 2, HIDDEN)
+        if layer_type is RowParallelLinear:
+            rows, features = TOKENS, HIDDEN // 2
+        x = torch.randn(rows, features).bfloat16().requires_grad_()
+
+        def step() -> tuple[torch.Tensor, ...]:
+            y = layer(x)
+            return y, *torch.autograd.grad(y, (x, layer.weight), torch.ones_like(y))
+
+        plain = step()
+        recorder = Recorder()
+        with recorder:
+            seen = step()
+        op = "column_linear" if layer_type is ColumnParallelLinear else "row_linear"
+        assert [name for name in recorder.names if name.startswith(op)] == [op, f"{op}_backward"]
+        for one, other in zip(plain, seen, strict=True):
+            assert torch.equal(one, other)
+
+    on_cpu(2, host)
+
+
 def test_no_tokens_leave_zeros(on_cpu: Callable[..., list[Any]]) -> None:
     def host(rank: int, world: World) -> None:
         mlp = ParallelMLP(HIDDEN, INNER, group=world, max_tokens=TOKENS)

@@ -1,4 +1,8 @@
-"""Differentiable parallel linears: autograd over the operators of `ops/linear_custom.py`."""
+"""Differentiable parallel linears: autograd over what `ops/linear_custom.py` computes.
+
+Compilers, tracers and other modes see its operators. Where nobody but autograd looks, the functions
+behind them are called directly: the dispatcher would cost half of a call's host time again.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,8 @@ import torch.distributed as dist
 from kosmos_core.errors import ArgumentError
 from kosmos_core.worlds import World
 
+from kosmos_tpsp.ops import linear_custom as custom
 from kosmos_tpsp.ops.linear import LinearOptions, refuse
-from kosmos_tpsp.ops.linear_custom import (
-    column_linear_backward_op,
-    column_linear_op,
-    row_linear_backward_op,
-    row_linear_op,
-)
 from kosmos_tpsp.ops.registry import AnyWorkspace, call_handle, resolve
 from kosmos_tpsp.precision import MXFP8, precision_of
 from kosmos_tpsp.sharing import world_of
@@ -101,7 +100,7 @@ def column_parallel_linear(
 
     Source: paper, Figure 5.
     """
-    linear = column_linear_op if call.mx is None else call.mx.column_linear
+    linear = _column_linear if call.mx is None else call.mx.column_linear
     out: torch.Tensor = linear(_rows(x), weight, call.handle)
     if bias is not None:
         out.add_(bias)
@@ -139,7 +138,7 @@ def row_parallel_linear(
             f"x: got {x.shape[0]} in dimension 0, wanted a multiple of the {call.size} ranks; pad "
             "the sequence",
         )  # fmt: skip
-    linear = row_linear_op if call.mx is None else call.mx.row_linear
+    linear = _row_linear if call.mx is None else call.mx.row_linear
     out: torch.Tensor = linear(_rows(x), weight, call.handle)
     if bias is not None:
         out.add_(bias)
@@ -163,11 +162,76 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _column_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *backward_by(column_linear_backward_op, ctx, dy), None
+    return *backward_by(custom.column_linear_backward_op, ctx, dy), None
 
 
 def _row_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *backward_by(row_linear_backward_op, ctx, dy), None
+    return *backward_by(custom.row_linear_backward_op, ctx, dy), None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """`column_linear` and its gradients, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+        out = custom.column_linear(x, w, call)
+        _save(ctx, (x, w, call), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if _is_observed(dy) or torch.is_grad_enabled():
+            return _column_backward(ctx, dy)
+        return *backward_by(custom.column_linear_backward, ctx, dy), None
+
+
+class _RowLinear(torch.autograd.Function):
+    """`row_linear` and its gradients, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+        out = custom.row_linear(x, w, call)
+        _save(ctx, (x, w, call), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if _is_observed(dy) or torch.is_grad_enabled():
+            return _row_backward(ctx, dy)
+        return *backward_by(custom.row_linear_backward, ctx, dy), None
+
+
+def _is_observed(*operands: Any) -> bool:
+    """Whether a compiler, tracer, transform, mode or tensor subclass is to see an operator.
+
+    In a backward so is a graph of gradients, for which the operators have no formula and say so.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in operands)
+    )
+
+
+def _column_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    if _is_observed(x, w):
+        out: torch.Tensor = custom.column_linear_op(x, w, call)
+        return out
+    if torch.is_grad_enabled():
+        out = _ColumnLinear.apply(x, w, call)  # type: ignore[no-untyped-call]
+        return out
+    return custom.column_linear(x, w, call)
+
+
+def _row_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    if _is_observed(x, w):
+        out: torch.Tensor = custom.row_linear_op(x, w, call)
+        return out
+    if torch.is_grad_enabled():
+        out = _RowLinear.apply(x, w, call)  # type: ignore[no-untyped-call]
+        return out
+    return custom.row_linear(x, w, call)
 
 
 def backward_by(
@@ -201,8 +265,8 @@ def _is_executed(node: Any) -> bool:
         return True  # a leaf that `torch.autograd.grad` was asked for
 
 
-column_linear_op.register_autograd(_column_backward, setup_context=_save)
-row_linear_op.register_autograd(_row_backward, setup_context=_save)
+custom.column_linear_op.register_autograd(_column_backward, setup_context=_save)
+custom.row_linear_op.register_autograd(_row_backward, setup_context=_save)
 
 
 def reduce_replicated_grads(

@@ -2,7 +2,8 @@
 
 `torch.ops.kosmos.column_linear(x, w, call)`, `row_linear(x, w, call)` and their `_backward`s;
 `call` comes from `kosmos_tpsp.ops.registry.call_handle`. A backward adds to `w.main_grad` behind
-the dispatcher's back, which is safe while nothing in the same graph reads it.
+the dispatcher's back, which is safe while nothing in the same graph reads it. Of each operator the
+plain function stands here too: what it costs to come through the dispatcher shows in short calls.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from kosmos_tpsp.ops.gemm_rs import gemm_rs
 from kosmos_tpsp.ops.registry import resolve, world_of_call
 
 
-@torch.library.custom_op("kosmos::column_linear", mutates_args=())
-def column_linear_op(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+def column_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
     """Forward of the column-parallel linear: x [m / world size, k], w [n, k] -> [m, n]."""
     workspace, options = resolve(call)
     out = ag_gemm(x, w, workspace, options=options.gather)
@@ -24,16 +24,21 @@ def column_linear_op(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tenso
     return out
 
 
+column_linear_op = torch.library.custom_op("kosmos::column_linear", column_linear, mutates_args=())
+
+
 @column_linear_op.register_fake
 def _column_linear_fake(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
     return x.new_empty((x.shape[0] * world_of_call(call).size, w.shape[0]))
 
 
-@torch.library.custom_op("kosmos::row_linear", mutates_args=())
-def row_linear_op(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+def row_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
     """Forward of the row-parallel linear: x [m, k], w [n, k] -> [m / world size, n]."""
     workspace, options = resolve(call)
     return gemm_rs(x, w, workspace, options=options.scatter)
+
+
+row_linear_op = torch.library.custom_op("kosmos::row_linear", row_linear, mutates_args=())
 
 
 @row_linear_op.register_fake
@@ -41,8 +46,7 @@ def _row_linear_fake(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tenso
     return x.new_empty((x.shape[0] // world_of_call(call).size, w.shape[0]))
 
 
-@torch.library.custom_op("kosmos::column_linear_backward", mutates_args=())
-def column_linear_backward_op(
+def column_linear_backward(
     x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int, needs_dx: bool, needs_dw: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dw) of `column_linear`, without elements where not wanted."""
@@ -50,13 +54,20 @@ def column_linear_backward_op(
     return made(w, linear.column_backward(x, dy, w, workspace, options, (needs_dx, needs_dw)))
 
 
-@torch.library.custom_op("kosmos::row_linear_backward", mutates_args=())
-def row_linear_backward_op(
+def row_linear_backward(
     x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, call: int, needs_dx: bool, needs_dw: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx, dw) of `row_linear`, without elements where not wanted."""
     workspace, options = resolve(call)
     return made(w, linear.row_backward(x, dy, w, workspace, options, (needs_dx, needs_dw)))
+
+
+column_linear_backward_op = torch.library.custom_op(
+    "kosmos::column_linear_backward", column_linear_backward, mutates_args=()
+)
+row_linear_backward_op = torch.library.custom_op(
+    "kosmos::row_linear_backward", row_linear_backward, mutates_args=()
+)
 
 
 @column_linear_backward_op.register_fake
