@@ -36,7 +36,7 @@ class AgGemmOptions:
         order: "local_first", "chunk_major" or "naive".
         transport: "pull" or "push".
         movers_per_peer: crew size for each peer.
-        split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
+        split_k: parts of the contraction of every tile: 1, 2 or 4.
         traced: record role spans into the workspace's trace buffer.
         force: run fused although the plan would decline for speed.
         block_scaled: MXFP8 operands: whether the matrix units apply the scales, or rows are

@@ -35,7 +35,7 @@ class BulkRsOptions:
         transport: "pull", which only the workspace's handover can be, or "push"; None pulls what
             lies in the handover and pushes anything else.
         reducers_per_peer: crew size for each peer.
-        split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
+        split_k: parts of the contraction of every tile: 1, 2 or 4.
         traced: record role spans into the workspace's trace buffer.
         force: run fused although the plan would decline for speed.
     """

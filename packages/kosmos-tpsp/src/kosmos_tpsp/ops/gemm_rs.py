@@ -37,7 +37,7 @@ class GemmRsOptions:
         order: "band_major" or "row_major".
         transport: "pull" or "push".
         reducers_per_peer: crew size for each peer.
-        split_k: parts of the contraction of every tile: 1, 2, 4 or 8.
+        split_k: parts of the contraction of every tile: 1, 2 or 4.
         traced: record role spans into the workspace's trace buffer.
         force: run fused although the plan would decline for speed.
     """

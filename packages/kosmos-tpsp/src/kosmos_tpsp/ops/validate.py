@@ -132,9 +132,9 @@ def check_types(options: Any, crew: str) -> None:
 
 
 def check_split_k(split_k: int | None) -> None:
-    """Parts that pairs of workgroups can combine, or None for the plan's own choice."""
-    if split_k not in (None, 1, 2, 4, 8):
-        raise reject(ARGUMENT, f"split_k: got {split_k}, wanted 1, 2, 4 or 8")
+    """Parts that the compile guard covers, or None for the plan's own choice."""
+    if split_k not in (None, 1, 2, 4):
+        raise reject(ARGUMENT, f"split_k: got {split_k}, wanted 1, 2 or 4")
 
 
 def check_room(workspace: TpSpWorkspace, m: int, k: int) -> None:
