@@ -90,7 +90,7 @@ def test_all_ranks_hear_of_a_call_that_one_does_not_make(
         if rank != 1:
             assert text in failed[1]
             # No kernel ran that could have left NaN.
-            assert "This and later calls give nothing; call reset() on every rank" in failed[1]
+            assert "Nothing was computed and no output written; call reset()" in failed[1]
         # Sticky, also on the rank that went wrong, until the reset.
         assert later[0] == told
         assert after == ["", [24, 24]]
