@@ -8,6 +8,7 @@ undeclared one is missed.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +58,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build_wheels(tree: Path, folder: Path) -> Path:
-    """Build the wheel of every package in `tree`, each from its sdist, into `folder`."""
-    for name in PACKAGES:
+def build_wheels(tree: Path, folder: Path, packages: Iterable[str]) -> Path:
+    """Build the wheels of packages in `tree`, each from its sdist, into `folder`."""
+    for name in packages:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
         subprocess.run([*command, str(tree / "packages" / name)], check=True, capture_output=True)
     return folder
@@ -66,8 +68,16 @@ def build_wheels(tree: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the wheel of every package."""
-    return build_wheels(ROOT, tmp_path_factory.mktemp("wheels"))
+    """Return a folder with the wheel of every package, built by one worker for all."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, built = run / "wheels", run / "wheels-built"
+    with (run / "wheels-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            build_wheels(ROOT, folder, PACKAGES)
+            built.touch()
+    return folder
 
 
 def needs_no_gpu(requirement: str) -> bool:
@@ -240,7 +250,9 @@ def test_a_missing_pin_is_noticed(tmp_path: Path, index: Path, wheels: Path) -> 
         shutil.copy(ROOT / name, tree)
     hook = tree / "packages" / "kosmos-tpsp" / "hatch_build.py"
     hook.write_text(hook.read_text().replace("{sibling}=={version}", "{sibling}"))
-    loose = build_wheels(tree, tmp_path / "loose")
+    loose = tmp_path / "loose"
+    shutil.copytree(wheels, loose, ignore=shutil.ignore_patterns("kosmos_tpsp-*"))
+    build_wheels(tree, loose, ["kosmos-tpsp"])
     env = environment(tmp_path, index, wheels, "kosmos-tpsp")
     done = env.run(tree / "install.py", "kosmos-tpsp", "--wheels", loose)
     assert env.ours()["kosmos-core"] == "99.0"

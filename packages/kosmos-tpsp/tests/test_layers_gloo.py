@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = Path(__file__).parent / "layers_group.py"
 
 
@@ -28,9 +26,8 @@ def torchrun(ranks: int, program: Path, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_layers_in_a_gloo_group(ranks: int) -> None:
-    found = json.loads(torchrun(ranks, PROGRAM, "gloo").splitlines()[-1])
+def test_layers_in_a_gloo_group() -> None:
+    found = json.loads(torchrun(2, PROGRAM, "gloo").splitlines()[-1])
     assert found["world"] == "reference"
     assert len(found["errors"]) == 14
     limits = found["limits"]
