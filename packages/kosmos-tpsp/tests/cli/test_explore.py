@@ -13,7 +13,7 @@ from kosmos_tpsp.__main__ import main
 from kosmos_tpsp.cli import exploration, scenarios
 from kosmos_tpsp.cli.exploration import Exploration
 from kosmos_tpsp.cli.rig import Run, run_on_cpu
-from kosmos_tpsp.cli.scenarios import DECLINED, EPOCHS, Found, Scenario
+from kosmos_tpsp.cli.scenarios import DECLINED, EPOCHS, LAYERS, Found, Scenario
 from kosmos_tpsp.device import gather
 
 SLICE = 28
@@ -125,6 +125,17 @@ def test_scenarios_of_reductions_beside_a_gemm_mix_the_ops(op: str) -> None:
         # What one call hands over lies between calls of both ops alone.
         assert {"ag_gemm", "bulk_ag", "bulk_rs"} < {call.op for call in calls}
     assert [scenario.run().problem for scenario in found[:8]] == [""] * 8
+
+
+def test_scenarios_of_layers_are_steps_of_changing_sizes() -> None:
+    found = [Scenario.draw(seed, LAYERS) for seed in range(200)]
+    for scenario in found:
+        ops = [call.op for call in scenario.calls]
+        assert ops == ["ag_gemm", "gemm_rs", "ag_gemm", "bulk_column"] * (len(ops) // 4)
+    assert {len(s.calls) for s in found} == {4, 8, 12}
+    assert any(len({call.tokens for call in s.calls}) == 3 for s in found)
+    assert {s.ranks for s in found} == {1, 2, 3, 4, 8}
+    assert [scenario.run().problem for scenario in found[:3]] == [""] * 3
 
 
 def test_time_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from kosmos_tpsp.cli.exploration import Exploration
+from kosmos_tpsp.cli.scenarios import LAYERS
 from kosmos_tpsp.ops.catalog import DRIVERS
 from kosmos_tpsp.ops.mx import INSTALL, has_mx
 
-OPS = tuple(DRIVERS)
+OPS = (*DRIVERS, LAYERS)
 
 
 @click.command()
@@ -54,12 +55,14 @@ def explore(
 ) -> int:
     """Run random calls of OP under random schedules on virtual ranks of the CPU executor.
 
+    OP "layers": the calls of training steps of a column- and a row-parallel layer.
+
     Exit status: 0 nothing was found, 1 something was (each with a command that repeats it), 2 bad
     arguments.
     """
     if dtype == "mxfp8" and not has_mx():
         raise click.UsageError(f"dtype: got mxfp8, which needs kosmos-mx; {INSTALL}")
-    if dtype not in DRIVERS[op].dtypes:
+    if op in DRIVERS and dtype not in DRIVERS[op].dtypes:
         raise click.UsageError(f"dtype: got {dtype} for {op}, wanted {DRIVERS[op].dtypes[0]}")
     exploration = Exploration(op, schedules, seconds, seed, jobs, dtype)
     exploration.run()

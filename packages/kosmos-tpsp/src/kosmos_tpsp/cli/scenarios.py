@@ -37,6 +37,7 @@ DECLINED = 12
 OWN_CHOICES = {
     "order": "order", "keep_gathered": "kept", "dx_to": "dx to", "block_scaled": "block-scaled",
 }  # fmt: skip
+LAYERS = "layers"
 RULES = ("executor", "executor", "executor", "h200", "mi350")
 
 
@@ -74,14 +75,17 @@ class Scenario:
 
     @classmethod
     def draw(cls, seed: int, op: str = "ag_gemm", dtype: str = "bf16") -> Scenario:
-        """The scenario of a seed; calls of `op`, with some of the others between them."""
+        """The scenario of a seed; calls of `op`, with some of the others between them.
+
+        `LAYERS` in place of an op: the calls of training steps of two layers.
+        """
         named = [op] if op != "ag_gemm" or dtype != "bf16" else []
         named += [dtype] if dtype != "bf16" else []
         rng = random.Random(" ".join(["scenario", *named, str(seed)]))
         ranks = rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 8))
         wgs = rng.randint(2, 5) if ranks < 8 else rng.randint(2, 3)
         deep = op == "ag_gemm" and ranks <= 2 and rng.random() < 0.05
-        calls = tuple(_calls(rng, ranks, deep, op))
+        calls = tuple(_steps(rng, ranks) if op == LAYERS else _calls(rng, ranks, deep, op))
         if dtype == "mxfp8":
             # Equal calls stay equal.
             made = {call: _in_mxfp8(rng, call) for call in dict.fromkeys(calls)}
@@ -205,6 +209,24 @@ def _calls(rng: random.Random, ranks: int, deep: bool, op: str) -> list[Call]:
         shape = driver_of(options).shape_of(rows * ranks, n, other)
         calls.append(Call(*shape, data, options))
     return [*calls, calls[0]] if rng.random() < 0.5 else calls
+
+
+def _steps(rng: random.Random, ranks: int) -> list[Call]:
+    """What a column- and a row-parallel layer call in a few steps, of other sizes each time."""
+    calls = []
+    for step in range(1 if ranks == 8 else rng.randint(1, 3)):
+        tokens = ranks * rng.choice(FEW_ROWS if ranks == 8 else ROWS)
+        hidden, inner = rng.choice(FEATURES), rng.choice(FEATURES)
+        transport = rng.choice(("pull", "push", None))
+        gather = AgGemmOptions(transport=transport)
+        # Forward, then backward: the row-parallel layer's, whose gathered gradient is kept, first.
+        calls += [
+            Call(tokens, inner, hidden, step, gather),
+            Call(tokens, hidden, inner, step, GemmRsOptions(transport=transport)),
+            Call(tokens, inner, hidden, step, replace(gather, layout="nn", keep_gathered=True)),
+            Call(tokens, hidden, inner, step, BulkColumnOptions(transport=transport)),
+        ]
+    return calls
 
 
 def _in_mxfp8(rng: random.Random, call: Call) -> Call:
