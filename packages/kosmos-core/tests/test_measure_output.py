@@ -155,6 +155,11 @@ def turn_around(data: dict) -> None:
         order["tickets"].reverse()
 
 
+def halve_movers(data: dict) -> None:
+    for curve in data["beside"]["curves"]:
+        curve["gbps"] = {wgs: 0.5 * v for wgs, v in curve["gbps"].items()}
+
+
 def forget_power(data: dict) -> None:
     data["power"] = {"note": "not measured: no meter"}
 
@@ -165,18 +170,20 @@ def test_each_part_of_the_data_shows_in_its_part_of_the_picture(tmp_path: Path) 
     def quadrants(data: dict) -> list:
         draw(data, tmp_path / "b.png")
         image = matplotlib.image.imread(tmp_path / "b.png")
-        y, x = image.shape[0] // 2, image.shape[1] // 2
+        y, x = image.shape[0], image.shape[1] // 2
         return [
             image[rows, columns]
-            for rows in (slice(150, y), slice(y, None))
+            # Top and bottom; the middle row has its own.
+            for rows in (slice(150, y * 35 // 100), slice(y * 67 // 100, None))
             for columns in (slice(0, x), slice(x, None))
-        ]
+        ] + [image[y * 38 // 100 : y * 66 // 100]]
 
     before = quadrants(data)
     # Opposite corners change at once: what is redrawn may move its neighbours a little.
     for first, second in (
         ((0, halve_copies), (3, forget_power)),
         ((1, make_proportional), (2, turn_around)),
+        ((4, halve_movers), (4, halve_movers)),
     ):
         changed = json.loads(json.dumps(data))
         for _, change in (first, second):

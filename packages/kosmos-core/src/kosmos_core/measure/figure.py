@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from kosmos_core.measure.budget import PLAN_WARPS
+from kosmos_core.measure.figure_beside import draw_beside, draw_sizes, draw_sums
 from kosmos_core.measure.report import singles
 
 BLUE, ORANGE, GREEN = "#1f4e9c", "#d9601a", "#2a7f62"
@@ -27,7 +28,7 @@ TITLES = {
 
 
 def draw(data: Mapping[str, Any], path: str | Path) -> None:
-    """Draws bandwidth, throughput under a cap, start order, and power and clock.
+    """Draws bandwidth, sums, throughput, movers beside builders, start order, power and clock.
 
     Args:
         data: from `measure`, or read back from its JSON.
@@ -43,11 +44,15 @@ def draw(data: Mapping[str, Any], path: str | Path) -> None:
         "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
     }  # fmt: skip
     with plt.rc_context(style):
-        figure = plt.figure(figsize=(13.5, 9.6), layout="constrained")
-        rows: Any = figure.subfigures(2, 1, height_ratios=(1.08, 1))
-        top, bottom = rows
+        figure = plt.figure(figsize=(13.5, 13.6), layout="constrained")
+        rows: Any = figure.subfigures(3, 1, height_ratios=(1.08, 0.9, 1))
+        top, middle, bottom = rows
         directions = list(dict.fromkeys(c["direction"] for c in data["copies"]["curves"]))
         *bandwidth, throughput = top.subplots(1, len(directions) + 1)
+        sums, movers, builders, sizes = middle.subplots(1, 4)
+        draw_sums(sums, data)
+        draw_beside(movers, builders, data)
+        draw_sizes(sizes, data)
         persistent, crowded, power = bottom.subplots(1, 3, width_ratios=(1, 1, 1.5))
         for axes, direction in zip(bandwidth, directions, strict=True):
             _bandwidth(axes, data, direction)
