@@ -78,23 +78,32 @@ def test_changed_weights_are_quantised_anew(case: MxCase) -> None:
         assert problems(world, case, steps=2) == {}
 
 
-def requantised(x: torch.Tensor, axis: str, rounding: str, *, segments: int) -> Any:
+def given(rows: MXTensor, columns: MXTensor, axis: str, values: str | None) -> Any:
+    """Copies as `quantize` returns them."""
+    made = [
+        copy.dequantize() if values in (copy.axis, "both") else copy
+        for copy in (rows, columns)
+        if axis in (copy.axis, "both")
+    ]
+    return tuple(made) if axis == "both" else made[0]
+
+
+def requantised(
+    x: torch.Tensor, axis: str, rounding: str, *, segments: int, values: str | None
+) -> Any:
     """The column-wise copy from the row-wise one."""
     rows = mx_linear_quantize(x, "row", rounding)
     columns = mx_linear_quantize(rows.dequantize(), "col", rounding, segments=segments)
-    return {"row": rows, "col": columns, "both": (rows, columns)}[axis]
+    return given(rows, columns, axis, values)
 
 
-def straddling(x: torch.Tensor, axis: str, rounding: str, *, segments: int) -> Any:
+def straddling(
+    x: torch.Tensor, axis: str, rounding: str, *, segments: int, values: str | None
+) -> Any:
     """Groups that take no notice of whose rows they hold."""
-    made = mx_linear_quantize(x, axis, rounding)
-    if axis == "row":
-        return made
-    columns = made if axis == "col" else made[1]
-    wanted = mx_linear_quantize(x, "col", rounding, segments=segments)
-    kept = mx_linear_quantize(columns.dequantize(), "col", rounding, segments=segments)
-    assert wanted.shape == kept.shape
-    return kept if axis == "col" else (made[0], kept)
+    rows, whole = mx_linear_quantize(x, "both", rounding)
+    columns = mx_linear_quantize(whole.dequantize(), "col", rounding, segments=segments)
+    return given(rows, columns, axis, values)
 
 
 def stale(w: torch.Tensor, *rest: Any, **choices: Any) -> Any:
@@ -219,9 +228,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]
     seen: list[tuple[str, tuple[int, ...]]] = []
     quantize = mx_weights.quantize
 
-    def counting(w: torch.Tensor, axis: str, rounding: str) -> Any:
+    def counting(w: torch.Tensor, axis: str, rounding: str, **choices: Any) -> Any:
         seen.append((axis, tuple(w.shape)))
-        return quantize(w, axis, rounding)
+        return quantize(w, axis, rounding, **choices)
 
     monkeypatch.setattr(mx_weights, "quantize", counting)
     return seen

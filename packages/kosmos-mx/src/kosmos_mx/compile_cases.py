@@ -77,6 +77,11 @@ def _quantize_cases(target: str) -> Iterator[CompileCase]:
     yield _quantize_case(target, "both in a table of segments", "bf16", {**base, "SEGMENTS": 8})
     yield _quantize_case(target, "both narrow", "bf16", {**base, "BLOCK_COLS": 32})
     yield _quantize_case(target, "both of odd columns", "bf16", base, aligned=False)
+    values = {"both": ("*bf16", "*bf16"), "row": ("*bf16", "*u8"), "col": ("*u8", "*bf16")}
+    for which, (rows, columns) in values.items():
+        case = _quantize_case(target, f"both, values of {which}", "bf16", base)
+        copies = Copies(rows, "*u8", columns, "*u8", "i32")
+        yield replace(case, signature={**case.signature, "copies": copies})
 
 
 def _quantize_case(

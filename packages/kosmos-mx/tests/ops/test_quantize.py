@@ -150,6 +150,46 @@ def test_odd_sizes_and_segments(checked, shape, segments, target):
         assert torch.equal(column.scales.view(torch.uint8), scales.t().view(torch.uint8))
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("values", ["row", "col", "both"])
+@pytest.mark.parametrize(("shape", "segments"), [((64, 64), None), ((70, 40), 20), ((33, 300), 33)])
+def test_values_are_those_of_the_copies(checked, shape, segments, values, target):
+    x = torch.randn(shape).bfloat16()
+    row, column = quantize(x, "both", segments=segments)
+    wanted = {"row": row.dequantize(), "col": column.dequantize()}
+    settings = {"segments": segments, "values": values, "target": TARGETS[target]}
+    for run in (checked, lambda work: work()):
+        made = run(lambda: quantize(x, "both", **settings))
+        for copy, found in zip((row, column), made, strict=True):
+            if values in (copy.axis, "both"):
+                assert torch.equal(found, wanted[copy.axis])
+            else:
+                assert found.equal(copy)
+        if values != "both":
+            found = run(lambda: quantize(x, values, **settings))
+            assert torch.equal(found, wanted[values])
+
+
+def test_values_of_special_groups(on_executor):
+    for x in SPECIAL.values():
+        made = on_executor(lambda x=x: quantize(x, "both", values="both"))
+        for found, copy in zip(made, quantize(x, "both"), strict=True):
+            torch.testing.assert_close(found, copy.dequantize(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ({"axis": "row", "values": "col"}, "values: got 'col', wanted copies that axis asks for"),
+        ({"axis": "both", "values": "all"}, "values: got 'all', wanted row, col, both or None"),
+        ({"axis": "col", "values": "col", "transposed": True}, "values: got transposed ones"),
+    ],
+)
+def test_values_that_are_not_made_are_refused(choices, told):
+    with pytest.raises(ArgumentError, match=told):
+        quantize(torch.zeros(32, 32), **choices)
+
+
 def test_groups_that_straddle_segments_would_show(on_executor):
     x = torch.cat([torch.ones(40, 32), torch.full((24, 32), 1000.0)])
     whole = [

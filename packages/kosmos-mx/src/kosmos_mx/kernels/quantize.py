@@ -1,12 +1,15 @@
-"""Row-wise and column-wise MXFP8 copies of a matrix, in one pass over it."""
+"""Row-wise and column-wise MXFP8 copies of a matrix, or their values, in one pass over it."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from kosmos_mx.device.decode import to_bf16
 from kosmos_mx.device.encode import GROUP
 from kosmos_mx.device.tiles import (
+    dequantize_columns,
+    dequantize_rows,
     quantize_columns,
     quantize_rows,
     quantize_transposed,
@@ -45,6 +48,9 @@ class Source(NamedTuple):
 
 class Copies(NamedTuple):
     """Where elements and scales go, uint8; those of a copy that is not made are not touched.
+
+    Where `row_ptr` or `column_ptr` is bf16, the copy's values go there, [rows, cols], and no scales
+    anywhere.
 
     Attributes:
         row_ptr: [rows, row_cols], columns padded with zeros to groups of 32.
@@ -128,25 +134,35 @@ def quantize_kernel(source, copies, CONFIG):
         up = tl.load(source.up_ptr + start + tile, mask=own, other=0.0).to(tl.float32)
         x = swiglu(x, up)
 
+    here = lane[:, None] * source.cols + cols[None, :]
     if CONFIG.ROWS:
         elements, codes = quantize_rows(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
-        kept = own_rows & (cols < row_cols)[None, :]
-        base = copies.row_ptr + first.to(tl.int64) * row_cols
-        tl.store(base + lane[:, None] * row_cols + cols[None, :], elements, mask=kept)
-        row_groups = row_cols // GROUP
-        group_cols = col // GROUP + tl.arange(0, BLOCK_GROUPS)
-        kept = own_rows & (group_cols < row_groups)[None, :]
-        base = copies.row_scale_ptr + first.to(tl.int64) * row_groups
-        tl.store(base + lane[:, None] * row_groups + group_cols[None, :], codes, mask=kept)
+        if copies.row_ptr.dtype.element_ty == tl.bfloat16:
+            values = dequantize_rows(elements, codes, CONFIG.FORMAT, CONFIG.TARGET)
+            pointers = copies.row_ptr + first.to(tl.int64) * source.cols + here
+            tl.store(pointers, to_bf16(values, CONFIG.TARGET), mask=own)
+        else:
+            kept = own_rows & (cols < row_cols)[None, :]
+            base = copies.row_ptr + first.to(tl.int64) * row_cols
+            tl.store(base + lane[:, None] * row_cols + cols[None, :], elements, mask=kept)
+            row_groups = row_cols // GROUP
+            group_cols = col // GROUP + tl.arange(0, BLOCK_GROUPS)
+            kept = own_rows & (group_cols < row_groups)[None, :]
+            base = copies.row_scale_ptr + first.to(tl.int64) * row_groups
+            tl.store(base + lane[:, None] * row_groups + group_cols[None, :], codes, mask=kept)
 
     inside = cols < source.cols
     if CONFIG.COLUMNS == AS_SOURCE:
         elements, codes = quantize_columns(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
-        base = copies.column_ptr + group.to(tl.int64) * GROUP * source.cols
-        offsets = lane[:, None] * source.cols + cols[None, :]
-        tl.store(base + offsets, elements, mask=inside[None, :])
-        base = copies.column_scale_ptr + group.to(tl.int64) * source.cols
-        tl.store(base + cols, codes.reshape(BLOCK_COLS), mask=inside)
+        if copies.column_ptr.dtype.element_ty == tl.bfloat16:
+            values = dequantize_columns(elements, codes, CONFIG.FORMAT, CONFIG.TARGET)
+            pointers = copies.column_ptr + first.to(tl.int64) * source.cols + here
+            tl.store(pointers, to_bf16(values, CONFIG.TARGET), mask=own)
+        else:
+            base = copies.column_ptr + group.to(tl.int64) * GROUP * source.cols
+            tl.store(base + here, elements, mask=inside[None, :])
+            base = copies.column_scale_ptr + group.to(tl.int64) * source.cols
+            tl.store(base + cols, codes.reshape(BLOCK_COLS), mask=inside)
     if CONFIG.COLUMNS == TRANSPOSED:
         elements, codes = quantize_transposed(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
         wide = cols.to(tl.int64) * copies.groups + group

@@ -55,6 +55,8 @@ class _Wanted:
     segments: tuple[int, ...]
     uniform: int | None
     target: int | None
+    row_values: bool = False
+    column_values: bool = False
     tile: tuple[int, int] = (BLOCK_COLS, NUM_WARPS)
 
 
@@ -66,6 +68,7 @@ def quantize(
     dtype: torch.dtype = torch.float8_e4m3fn,
     segments: int | Sequence[int] | None = None,
     transposed: bool = False,
+    values: str | None = None,
     target: int | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Any:
@@ -82,13 +85,16 @@ def quantize(
             with zeros to whole groups in the column-wise copy.
         transposed: store the column-wise copy with its groups together in memory, as
             [cols, padded rows] of which `data` is the transpose.
+        values: "row", "col" or "both": of these copies return the dequantised values, [rows, cols]
+            bfloat16 without padding, in place of elements and scales; in the same pass. As
+            `MXTensor.dequantize` gives them: for a GEMM whose matrix units take no scales.
         target: vendor constant of the device functions, to run another vendor's code path. [this
             device's]
         tile: most columns (a power of two from 32 on) and warps of a workgroup, to measure others
             than the default; a tile has 32 rows.
 
     Returns:
-        `MXTensor`, or for "both" a pair of them, row-wise and column-wise.
+        `MXTensor`, or values, or for "both" a pair of them, row-wise and column-wise.
 
     Raises:
         ArgumentError: a bad argument.
@@ -97,6 +103,8 @@ def quantize(
     1.0; cuBLAS documentation, "1D block scaling".
     """
     wanted = _wanted(x, axis, scale_rounding, dtype, segments, transposed, target)
+    if values is not None:
+        wanted = _with_values(wanted, values)
     if tile is not None:
         wanted = replace(wanted, tile=_tile(tile))
     return _results(_make(x, None, wanted), wanted, x)
@@ -189,6 +197,17 @@ def _wanted(
     )
 
 
+def _with_values(wanted: _Wanted, values: str) -> _Wanted:
+    rows, columns = values in ("row", "both"), values in ("col", "both")
+    if not (rows or columns):
+        raise ArgumentError(f"values: got {values!r}, wanted row, col, both or None")
+    if (rows and not wanted.rows) or (columns and not wanted.columns):
+        raise ArgumentError(f"values: got {values!r}, wanted copies that axis asks for")
+    if columns and wanted.transposed:
+        raise ArgumentError("values: got transposed ones, wanted transposed=False; transpose them")
+    return replace(wanted, row_values=rows, column_values=columns)
+
+
 def _tile(tile: tuple[int, int]) -> tuple[int, int]:
     cols, warps = tile
     if cols < SMALLEST_BLOCK_COLS or cols & (cols - 1) or warps < 1 or warps & (warps - 1):
@@ -200,7 +219,10 @@ def _tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def _make(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[torch.Tensor]:
-    """Elements and scales, uint8, of the copies that are made, as they lie in memory."""
+    """Elements and scales, uint8, of the copies that are made, as they lie in memory.
+
+    Of a copy whose values are wanted these, and nothing for scales.
+    """
     if runs_kernels(x.device):
         return _launch(x, up, wanted)
     if up is not None:
@@ -208,11 +230,22 @@ def _make(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[tor
         x = gate / (1.0 + torch.exp(-gate)) * up.float()
     made: list[torch.Tensor] = []
     if wanted.rows:
-        made += reference.quantize_rows(x, wanted.form, wanted.scaling, (x.shape[1],))
+        made += _by_reference(x, (x.shape[1],), wanted, wanted.row_values)
     if wanted.columns:
-        turned = reference.quantize_rows(x.t(), wanted.form, wanted.scaling, wanted.segments)
+        turned = _by_reference(x.t(), wanted.segments, wanted, wanted.column_values)
         made += turned if wanted.transposed else [part.t().contiguous() for part in turned]
-    return [as_bytes(part) for part in made]
+    return made
+
+
+def _by_reference(
+    x: torch.Tensor, segments: tuple[int, ...], wanted: _Wanted, values: bool
+) -> list[torch.Tensor]:
+    """A copy whose groups lie along rows."""
+    parts = reference.quantize_rows(x, wanted.form, wanted.scaling, segments)
+    if not values:
+        return [as_bytes(part) for part in parts]
+    exact = reference.crop_segments(reference.dequantize_rows(*parts), segments)
+    return [exact.to(torch.bfloat16), x.new_empty(0, 0)]
 
 
 def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[torch.Tensor]:
@@ -220,10 +253,14 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
     groups = sum(map(num_groups, wanted.segments))
     empty = torch.empty(0, dtype=torch.uint8, device=x.device)
     made = [empty] * 4
-    if wanted.rows:
+    if wanted.row_values:
+        made[0] = empty.new_empty(rows, cols, dtype=torch.bfloat16)
+    elif wanted.rows:
         made[0] = empty.new_empty(rows, padded(cols))
         made[1] = empty.new_empty(rows, num_groups(cols))
-    if wanted.columns:
+    if wanted.column_values:
+        made[2] = empty.new_empty(rows, cols, dtype=torch.bfloat16)
+    elif wanted.columns:
         shapes = [(padded(1) * groups, cols), (groups, cols)]
         made[2], made[3] = (
             empty.new_empty(shape[::-1] if wanted.transposed else shape) for shape in shapes
@@ -277,11 +314,15 @@ def _table(segments: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 def _results(made: list[torch.Tensor], wanted: _Wanted, x: torch.Tensor) -> Any:
     shape = (x.shape[0], x.shape[1])
-    results = []
-    if wanted.rows:
+    results: list[MXTensor | torch.Tensor] = []
+    if wanted.row_values:
+        results.append(made[0])
+    elif wanted.rows:
         data, scales = made[0].view(wanted.form.dtype), made[1].view(SCALE_DTYPE)
         results.append(MXTensor(data, scales, "row", shape, (shape[1],)))
-    if wanted.columns:
+    if wanted.column_values:
+        results.append(made[-2])
+    elif wanted.columns:
         data, scales = made[-2].view(wanted.form.dtype), made[-1].view(SCALE_DTYPE)
         if wanted.transposed:
             data, scales = data.t(), scales.t()

@@ -23,6 +23,8 @@ from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # Elements and scales of an input's column-wise copy, as bytes.
 Kept = tuple[torch.Tensor, torch.Tensor]
+# (row-wise, column-wise) as `quantize` calls them.
+_WORDS = {(True, True): "both", (True, False): ROWS, (False, True): COLUMNS, (False, False): None}
 Grads = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -41,7 +43,7 @@ def column_forward(
     Returns:
         out [m, n] bfloat16, and the bytes of the column-wise copy of x, none unless kept.
     """
-    x_rows, kept = _input("column_linear", x, w, workspace, options, keep, chunks=1)
+    x_rows, kept = _input("column_linear", x, w, workspace, options, keep, travels=True)
     weight = _weight(w, workspace, options, ROWS, *[COLUMNS] * keep)
     out, _ = mx_carriers.gather_and_multiply(x_rows, weight, workspace, options.gather)
     return out, kept
@@ -63,9 +65,9 @@ def row_forward(
         out [m / world size, n] bfloat16, and the bytes of the column-wise copy of x,
         whose groups straddle no rank's rows of dY; none unless kept.
     """
-    x_rows, kept = _input("row_linear", x, w, workspace, options, keep, workspace.world.size)
+    x_rows, kept = _input("row_linear", x, w, workspace, options, keep, travels=False)
     weight = _weight(w, workspace, options, ROWS, *[COLUMNS] * keep)
-    return gemm_rs(x_rows.dequantize(), weight, workspace, options=options.scatter), kept
+    return gemm_rs(x_rows, weight, workspace, options=options.scatter), kept
 
 
 def column_backward(
@@ -95,25 +97,26 @@ def column_backward(
     """
     needs_dx, needs_dw = needs
     rows = dy.shape[0] // workspace.world.size
-    dy_rows, dy_columns = _quantised("column_linear", "dy", dy, w, workspace, options, needs, rows)
+    # All of it is here: the GEMMs take its values.
+    dy_rows, dy_columns = _quantised(
+        "column_linear", "dy", dy, w, workspace, options, needs, rows, values=needs
+    )
     if not needs_dw:
         if not needs_dx:
             return None, None
         # dY W is the product of a row-parallel linear whose weight is W^T.
         weight = _weight(w, workspace, options, COLUMNS)
-        return gemm_rs(dy_rows.dequantize(), weight.t(), workspace, options=options.scatter), None
+        return gemm_rs(dy_rows, weight.t(), workspace, options=options.scatter), None
     x = _restored(kept, rows, (rows,))
     main_grad = main_grad_of(w, workspace, options)
     if not needs_dx:
         gathered = mx_carriers.gather(x, workspace)
-        return None, weight_grad(dy_columns.dequantize(), gathered, w, main_grad)
+        return None, weight_grad(dy_columns, gathered, w, main_grad)
     weight = _weight(w, workspace, options, COLUMNS)
     both = options.column_back
-    gathered, dx = mx_carriers.gather_beside(
-        x, dy_rows.dequantize(), weight, workspace, both.gather
-    )
+    gathered, dx = mx_carriers.gather_beside(x, dy_rows, weight, workspace, both.gather)
     dx_shard, dw = bulk_rs(
-        dx, dy_columns.dequantize(), gathered, workspace, main_grad=main_grad, options=both.reduce
+        dx, dy_columns, gathered, workspace, main_grad=main_grad, options=both.reduce
     )
     return dx_shard, stand_in(w) if dw is None else dw
 
@@ -184,12 +187,18 @@ def _input(
     workspace: TpSpWorkspace,
     options: LinearOptions,
     keep: bool,
-    chunks: int,
-) -> tuple[MXTensor, Kept]:
-    """The row-wise copy of a layer's input, and the column-wise one if kept."""
+    travels: bool,
+) -> tuple[Any, Kept]:
+    """The row-wise copy of a layer's input, and the column-wise one if kept.
+
+    The first is an `MXTensor` where it crosses ranks; else the GEMM takes its values.
+    """
+    chunks = 1 if travels else workspace.world.size
     # The ops refuse rows that the ranks do not divide.
-    rows = max(1, x.shape[0] // chunks) if x.dim() else 1
-    x_rows, x_columns = _quantised(op, "x", x, w, workspace, options, (True, keep), rows)
+    rows = x.shape[0] // chunks if x.dim() else 1
+    x_rows, x_columns = _quantised(
+        op, "x", x, w, workspace, options, (True, keep), rows, values=(not travels, False)
+    )
     if keep:
         return x_rows, (x_columns.data.view(torch.uint8), x_columns.scales.view(torch.uint8))
     none = x.new_empty(0, dtype=torch.uint8)
@@ -205,16 +214,22 @@ def _quantised(
     options: LinearOptions,
     wanted: tuple[bool, bool],
     segment: int,
+    values: tuple[bool, bool] = (False, False),
 ) -> tuple[Any, Any]:
-    """Row-wise and column-wise copy of an activation, in one pass; None for what is not wanted."""
+    """Row-wise and column-wise copy of an activation, in one pass; None for what is not wanted.
+
+    Each is an `MXTensor`, or its values in BF16 where `values` says so.
+    """
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call(op, t, w)):
         validate.check_matrix(name, t, workspace.world.device)
         validate.check_matrix("w", w, workspace.world.device)
-        if not any(wanted):
+        axis, as_values = _WORDS[wanted], _WORDS[values]
+        if axis is None:
             return None, None
-        axis = "both" if all(wanted) else "row" if wanted[0] else "col"
-        rounding = _recipe(options).scale_rounding
-        made = quantize(validate.dense(t), axis, rounding, segments=max(1, segment))
+        made = quantize(
+            validate.dense(t), axis, _recipe(options).scale_rounding, segments=max(1, segment),
+            values=as_values,
+        )  # fmt: skip
     if axis == "both":
         return made[0], made[1]
     return (made, None) if axis == "row" else (None, made)

@@ -83,10 +83,9 @@ def weight_copies(
 def _make(w: torch.Tensor, axes: tuple[str, ...], scale_rounding: str) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         source = w.detach().contiguous()
-        made = quantize(source, axes[0] if len(axes) == 1 else "both", scale_rounding)
-        copies = made if isinstance(made, tuple) else (made,)
-        # Of "both" the row-wise copy comes first.
-        return {copy.axis: copy.dequantize() for copy in copies}
+        axis = axes[0] if len(axes) == 1 else "both"
+        made = quantize(source, axis, scale_rounding, values=axis)
+        return dict(zip((ROWS, COLUMNS), made, strict=True)) if axis == "both" else {axis: made}
 
 
 __all__ = ["COLUMNS", "ROWS", "weight_copies", "weights_changed"]
