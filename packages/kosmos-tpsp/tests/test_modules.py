@@ -157,7 +157,7 @@ def own_rows_only(x: torch.Tensor, w: torch.Tensor, ws: TpSpWorkspace, **_: Any)
 
 PLANTS: list[tuple[object, str, Any, LayerCase, str]] = [
     (linear, "column_backward", reduces_nothing, LayerCase("column"), "step 0 use 0 dx"),
-    (linear, "_gather", lambda x, ws: x.repeat(ws.world.size, 1), LayerCase(frozen="x"), "dw 0"),
+    (linear, "gather", lambda x, ws: x.repeat(ws.world.size, 1), LayerCase(frozen="x"), "dw 0"),
     (linear, "gemm_rs", own_rows_only, LayerCase(frozen="w"), "dx"),
     (linear_custom, "gemm_rs", own_rows_only, LayerCase(), "y"),
     (layer_check, "reduce_replicated_grads", lambda *_: None, LayerCase("row", bias=True), "db 0"),

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp import reference
+from kosmos_tpsp.ops import mx, prepared, validate
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
@@ -110,7 +111,7 @@ def column_backward(
         )
     main_grad = main_grad_of(w, workspace, options)
     if not needs_dx:
-        return None, weight_grad(dy, _gather(x, workspace), w, main_grad)
+        return None, weight_grad(dy, gather(x, workspace), w, main_grad)
     dy = validate.dense(dy)  # once for both launches
     dx_shard, dw = bulk_column(
         x, dy, w, workspace, main_grad=main_grad, options=options.column_back
@@ -151,7 +152,7 @@ def row_backward(
         return (dx[0] if isinstance(dx, tuple) else dx), None
     main_grad = main_grad_of(w, workspace, options)
     if not needs_dx:
-        return None, weight_grad(_gather(dy, workspace), x, w, main_grad)
+        return None, weight_grad(gather(dy, workspace), x, w, main_grad)
     dx, gathered = ag_gemm(dy, w, workspace, options=options.gather_back)
     return dx, weight_grad(gathered, x, w, main_grad)
 
@@ -168,17 +169,18 @@ def refuse(
         raise validate.reject(validate.SHAPE, why)
 
 
-def _gather(x: torch.Tensor, workspace: TpSpWorkspace) -> torch.Tensor:
-    """All ranks' rows, where no GEMM of this call would hide the gather.
+def gather(x: Any, workspace: TpSpWorkspace) -> Any:
+    """All ranks' rows of a matrix, in MXFP8 or not, where no GEMM of this call would hide that.
 
     As before the collective of a declined call, all ranks have to make this same call.
     """
     if x.shape[0] == 0:
         workspace.pass_over()
         return x
-    call_hash = prepared.agreed_hash("gather", tuple(x.shape), str(x.dtype))
+    kind = f"{x.axis} of MXFP8" if mx.is_mx(x) else str(x.dtype)
+    call_hash = prepared.agreed_hash("gather", tuple(x.shape), kind)
     workspace.agree(prepared.shown_call("gather", x), workspace.start_hash(call_hash))
-    return workspace.world.all_gather_tensor(x)
+    return reference.gather(x, workspace.world)
 
 
 def main_grad_of(

@@ -15,7 +15,7 @@ import torch
 from kosmos_mx import MXTensor
 from kosmos_mx.formats import GROUP
 
-from kosmos_tpsp import reference
+from kosmos_tpsp.ops import linear
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -70,14 +70,13 @@ def gather_beside(
 def gather(x: MXTensor, workspace: TpSpWorkspace) -> torch.Tensor:
     """All ranks' values [rows * world size, features], where no GEMM of this call would hide it.
 
-    The bytes of elements and scales travel.
+    The bytes of elements and scales travel, once all ranks have agreed, for which the host waits.
 
     Args:
         x: [rows, features], either way, one segment.
         workspace: of the group.
     """
-    workspace.check()
-    values: torch.Tensor = reference.gather(x, workspace.world).dequantize()
+    values: torch.Tensor = linear.gather(x, workspace).dequantize()
     return values
 
 

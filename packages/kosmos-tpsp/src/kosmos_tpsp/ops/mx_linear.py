@@ -150,6 +150,8 @@ def row_backward(
     derive = _recipe(options).column_dy == "derive"
     wanted = (needs_dx or (needs_dw and derive), needs_dw and not derive)
     rows, size = dy.shape[0], workspace.world.size
+    # What it refuses it refuses before a peer can wait for this rank.
+    main_grad = main_grad_of(w, workspace, options) if needs_dw else None
     dy_rows, dy_columns = _quantised("row_linear", "dy", dy, w, workspace, options, wanted, rows)
     gathered, dx = None, None
     if needs_dx:
@@ -159,7 +161,6 @@ def row_backward(
     if not needs_dw:
         return dx, None
     x = _restored(kept, rows * size, (rows,) * size)
-    main_grad = main_grad_of(w, workspace, options)
     if gathered is None:
         gathered = mx_carriers.gather(dy_rows if derive else dy_columns, workspace)
     return dx, weight_grad(gathered, x.dequantize(), w, main_grad)
