@@ -23,7 +23,6 @@ from kosmos_tpsp.workspaces import TpSpWorkspace
 LOG = logging.getLogger("kosmos_tpsp")
 _LOGGED: set[tuple[str, str]] = set()
 UNPADDED = f"its rows are no multiple of {GROUP} elements"
-KEPT = "the gathered values are kept for the weight gradient"
 NOT_FUSED = "its kernel does not take MXFP8"
 
 
@@ -38,9 +37,8 @@ def gather_and_multiply(
         workspace: of the group.
         options: of the call.
     """
-    why = UNPADDED if x.shape[1] % GROUP else KEPT if options.keeps_gathered else ""
-    if why:
-        _carried_in_bf16("ag_gemm", why, workspace)
+    if x.shape[1] % GROUP:
+        _carried_in_bf16("ag_gemm", UNPADDED, workspace)
         made = ag_gemm(x.dequantize(), w, workspace, options=options)
     else:
         made = ag_gemm(x, w, workspace, options=_of_values(options))
