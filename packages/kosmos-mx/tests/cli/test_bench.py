@@ -18,6 +18,7 @@ NAMES = [
     "quantize row",
     "quantize col",
     "swiglu and quantize both",
+    "values of both",
     "dequantize row",
     "dequantize col",
 ]
@@ -54,12 +55,29 @@ def test_figures_are_bytes_over_time():
     assert rows["copy"]["bytes"] == 2 * source
     assert rows["quantize both"]["bytes"] == source + copies
     assert rows["swiglu and quantize both"]["bytes"] == 2 * source + copies
+    assert rows["values of both"]["bytes"] == 3 * source
     assert rows["quantize both"]["gb_per_s"] == pytest.approx((source + copies) / 1e6)
     share = (source + copies) / (4 * source)
     assert rows["quantize both"]["share_of_copy"] == pytest.approx(share)
     assert report["wanted_share_of_copy"] == {"quantize both": 0.7}
     assert json.loads(json.dumps(report))["rows_of_table"][0]["round_ms"] == [0.5, 0.5]
     assert f"{share:.1%}" in bench.table(report)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_wrong_values_have_no_time(monkeypatch, which):
+    right = bench.quantize
+
+    def wrong(*arguments, **options):
+        made = list(right(*arguments, **options))
+        if options.get("values"):
+            made[which] = made[which].clone()
+            made[which][-1, 5] *= 1.5
+        return made
+
+    monkeypatch.setattr(bench, "quantize", wrong)
+    with pytest.raises(bench.WrongOutput, match=f"values of the {('row', 'column')[which]}-wise"):
+        measure()
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -105,6 +105,11 @@ def run(
     out = torch.empty_like(x)
     row, column = quantize(x, "both", scale_rounding)
     _compare(x, row, column, scale_rounding)
+    for name, values in zip(
+        ("row", "column"), quantize(x, "both", scale_rounding, values="both"), strict=True
+    ):
+        if not torch.equal(values, (row if name == "row" else column).dequantize()):
+            raise WrongOutput(f"values of the {name}-wise copy differ from the dequantised copy")
     variants: dict[str, tuple[int, Callable[[], object]]] = {
         COPY: (2 * _bytes(x), lambda: out.copy_(x)),
         BOTH: (
@@ -120,6 +125,10 @@ def run(
         "swiglu and quantize both": (
             _bytes(gate_up) + row.num_bytes + column.num_bytes,
             lambda: swiglu_quantize(gate_up, "both", scale_rounding),
+        ),
+        "values of both": (
+            3 * _bytes(x),
+            lambda: quantize(x, "both", scale_rounding, values="both"),
         ),
         "dequantize row": (_bytes(x) + row.num_bytes, row.dequantize),
         "dequantize col": (_bytes(x) + column.num_bytes, column.dequantize),
