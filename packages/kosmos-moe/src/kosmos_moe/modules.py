@@ -7,7 +7,8 @@ from kosmos_core.errors import ArgumentError
 from kosmos_core.worlds import World
 from torch import nn
 
-from kosmos_moe.functions import moe
+from kosmos_moe.functions import MoeCall
+from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.router import RouterOptions
 from kosmos_moe.workspaces import MoEWorkspace
 
@@ -27,6 +28,7 @@ class MoELayer(nn.Module):
         router: how tokens choose.
         workspace: of the group, made with `training=True`; layers share it.
         shared: shared experts, computed as one of so many times the width.
+        options: choices of its calls: cap, switching, order, main_grad ...
         device: of the parameters; None takes the world's.
 
     Raises:
@@ -47,6 +49,7 @@ class MoELayer(nn.Module):
         workspace: MoEWorkspace,
         *,
         shared: int = 0,
+        options: MoeOptions | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -56,6 +59,7 @@ class MoELayer(nn.Module):
             raise ArgumentError(f"shared: got {shared}, wanted 0 or more shared experts")
         self.options = router
         self.workspace = workspace
+        self.call = MoeCall(workspace, router, options)
         device = device or world.device
         local = experts // world.size
 
@@ -83,12 +87,35 @@ class MoELayer(nn.Module):
             bias: [experts] float32, for the choice of experts only.
             padding: [tokens] bool, True for tokens that go to no expert.
         """
-        shared = None
-        if self.shared1 is not None and self.shared2 is not None:
-            shared = self.shared1, self.shared2
-        found = moe(
-            x, self.router, self.w1, self.w2, self.workspace, self.options, bias=bias,
-            padding=padding, shared=shared,
-        )  # fmt: skip
+        found = self.call(
+            x, self.router, self.w1, self.w2, bias, padding, None, None, self.shared1, self.shared2
+        )
         self.aux_loss = found.aux_loss
         return found.y
+
+    def saved_bytes(self, tokens: int) -> int:
+        """Bytes that one forward of so many tokens keeps for its backward, operands not counted.
+
+        0 where calls take the reference path, which keeps nothing of its own.
+        """
+        limits, needs = self.workspace.limits, self.workspace.needs
+        if not self.workspace.world.fused:
+            return 0
+        rows = limits.arena_blocks(self.workspace.machine.tile.block_m)
+        rows *= self.workspace.machine.tile.block_m
+        inter, experts = self.w2.shape[2], self.router.shape[0]
+        shared = 0 if self.shared2 is None else self.shared2.shape[1]
+        choices = tokens * self.options.topk
+        bf16 = 2 * rows * inter + 2 * tokens * max(8, shared)
+        # ids, weights, places, list; logits; tables.
+        words = 4 * choices + tokens * experts + needs.scratch["tables"][0]
+        return 2 * bf16 + 4 * words
+
+    def extra_repr(self) -> str:
+        """Sizes, and bytes that a forward of the most tokens keeps."""
+        hidden, inter = self.w2.shape[1:]
+        kept = self.saved_bytes(self.workspace.limits.max_tokens)
+        return (
+            f"hidden={hidden}, inter={inter}, experts={self.router.shape[0]}, "
+            f"topk={self.options.topk}, saved_bytes={kept}"
+        )

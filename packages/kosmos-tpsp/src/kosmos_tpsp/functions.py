@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kosmos_core.errors import ArgumentError
+from kosmos_core.main_grad import is_executed
 from kosmos_core.worlds import World
 
 from kosmos_tpsp.ops import linear_custom as custom
@@ -252,17 +253,9 @@ def backward_by(
         w = ctx.owner
         if getattr(w, "main_grad", None) is not None:
             # Of `torch.autograd.grad(y, x)` nothing may be left in it.
-            needs_dw = needs_dw and _is_executed(ctx.next_functions[1][0])
+            needs_dw = needs_dw and is_executed(ctx.next_functions[1][0])
     dx, dw = op(*kept, dy, w, ctx.call, needs_dx, needs_dw)
     return dx if needs_dx else None, dw if needs_dw else None
-
-
-def _is_executed(node: Any) -> bool:
-    """Whether the backward that runs now wants the gradient that goes to a node."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True  # a leaf that `torch.autograd.grad` was asked for
 
 
 custom.column_linear_op.register_autograd(_column_backward, setup_context=_save)

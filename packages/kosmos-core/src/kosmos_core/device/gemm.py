@@ -152,6 +152,7 @@ def store_accumulator(
 @triton.jit
 def add_accumulator(
     c_view,
+    chunk,
     row,
     col,
     acc,
@@ -170,4 +171,4 @@ def add_accumulator(
     parts = column_parts(acc, BLOCK_M, BLOCK_N, SPLITS)
     for i in tl.static_range(0, SPLITS):
         place = col + i * WIDTH
-        add_tile(c_view, 0, row, place, parts[i], BLOCK_M, WIDTH, TARGET)
+        add_tile(c_view, chunk, row, place, parts[i], BLOCK_M, WIDTH, TARGET)

@@ -9,7 +9,7 @@ import click
 
 from kosmos_moe.cli.checking import run_request
 from kosmos_moe.cli.request import Request
-from kosmos_moe.ops.options import ORDERS, POLICIES
+from kosmos_moe.ops.options import ORDERS, POLICIES, TRANSPORTS
 from kosmos_moe.router import SCORES
 
 
@@ -41,6 +41,8 @@ from kosmos_moe.router import SCORES
 )
 @click.option("--capacity", type=float, help="Of the arena, in balanced loads.  [default: worst]")
 @click.option("--switching", type=click.Choice(POLICIES), default="two_way", show_default=True)
+@click.option("--serial", "switching", flag_value="serial", help="As --switching serial.")
+@click.option("--transport", type=click.Choice(TRANSPORTS), default="push", show_default=True)
 @click.option("--push-order", type=click.Choice(ORDERS), default=ORDERS[0], show_default=True)
 @click.option("--cap", type=int, help="Most workgroups a rank, at least 2.  [default: all]")
 @click.option("--calls", default=2, show_default=True, help="Calls on fresh data.")

@@ -275,6 +275,14 @@ _COMBINE = [
         fixed=CROWDED,
     ),
     Plant(
+        "planned_crew_does_not_combine",
+        "roles",
+        "a planned crew leaves once it has built its tiles",
+        ((combine.build_and_combine, "combines = index >= 0", "combines = index < 0"),),
+        sizes={"options": MoeOptions(policy="planned_split")},
+        fixed={"slots": None},
+    ),
+    Plant(
         "first_block_only",
         "consume",
         "a unit that reads two row blocks looks at the first only",

@@ -48,6 +48,7 @@ class Request:
     routing: str
     capacity: float | None
     switching: str
+    transport: str
     push_order: str
     cap: int | None
     calls: int
@@ -141,6 +142,7 @@ class Request:
         return MoeOptions(
             cap=self.cap,
             policy=self.switching,
+            transport=self.transport,
             order=self.push_order,
             save=self.direction == "both",
         )

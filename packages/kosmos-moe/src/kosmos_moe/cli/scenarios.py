@@ -11,7 +11,7 @@ from kosmos_core.testing.schedules import Schedule
 
 from kosmos_moe.cli.calls import Call
 from kosmos_moe.cli.rig import Rig, run_on_cpu
-from kosmos_moe.ops.options import MoeOptions
+from kosmos_moe.ops.options import POLICIES, MoeOptions
 from kosmos_moe.router import RouterOptions
 
 # Around the points where the epoch's sign, its 32 bits and its parity turn over.
@@ -124,7 +124,7 @@ def _call(rng: random.Random, ranks: int, data: int) -> Call:
     )  # fmt: skip
     options = MoeOptions(
         cap=rng.choice((None, None, 2)),
-        policy=rng.choice(("two_way", "two_way", "two_way", "dedicated_combine", "fixed")),
+        policy=rng.choice(("two_way",) * len(POLICIES) + POLICIES),
         order=rng.choice(("destination_minor", "destination_minor", "destination_major")),
         save=rng.random() < 0.5,
     )

@@ -25,10 +25,10 @@ from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.target import fence_async_proxy
 from kosmos_core.device.trace import COMBINE, trace_begin, trace_end
 
-from kosmos_moe.device.config import FIXED, TWO_WAY
+from kosmos_moe.device.config import FIXED, PLANNED, TWO_WAY
 from kosmos_moe.device.dispatch import unit_of
 from kosmos_moe.device.expert_gemm import all_views, build_forward
-from kosmos_moe.device.gradient import build_gradient, gradient_views
+from kosmos_moe.device.gradient import build_gradient, gradient_views, num_wgrads
 from kosmos_moe.device.layout import (
     COMBINE_QUEUE,
     COMBINE_UNITS,
@@ -103,6 +103,29 @@ def await_span(ctx, call, ok, words_ptr, first, past, tiles):
 
 
 @triton.jit
+def planned_tiles(size, row_blocks, combine_crew, CONFIG):
+    """How many tiles each of a planned crew builds before it only combines.
+
+    So many that, by the model's costs, it has pushed all rows when the others have built the rest:
+    with T tiles, rows whose push costs as much as P tiles, G workgroups and C of them in the crew,
+    T / G - P (1 / C - 1 / G).
+
+    Source: the planned split of the paper's Table 2.
+    """
+    columns2 = tl.cdiv(size.hidden, CONFIG.BLOCK_N)
+    columns1 = tl.cdiv(size.inter, CONFIG.BLOCK_N // 2)
+    tiles = row_blocks * (columns1 + columns2)
+    if CONFIG.BACKWARD:
+        wgrads2, wgrads1 = num_wgrads(size.hidden, size.inter, CONFIG)
+        tiles += CONFIG.LOCAL_EXPERTS * (wgrads2 + wgrads1)
+    pushed = (row_blocks * CONFIG.BLOCK_M).to(tl.float32) * (CONFIG.ROW_COST * 1e-6)
+    wgs = tl.num_programs(0).to(tl.float32)
+    crew = tl.maximum(combine_crew, 1).to(tl.float32)
+    share = tiles.to(tl.float32) / wgs - pushed * (1.0 / crew - 1.0 / wgs)
+    return tl.maximum(share, 0.0).to(tl.int32)
+
+
+@triton.jit
 def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, call_hash, CONFIG):
     """A builder, or a dual-role mover: tiles in queue order, and units between them."""
     if CONFIG.BACKWARD:
@@ -116,14 +139,23 @@ def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, call
     ok = standing.ok
     builds = ticket >= 0
     combines = ticket < combine_crew
-    if CONFIG.POLICY != TWO_WAY:
+    # Tiles that a workgroup of a planned crew has yet to build.
+    left = ticket * 0
+    if CONFIG.POLICY == PLANNED:
+        if combines:
+            blocks = tl.load(tables.head + ROW_BLOCKS)
+            left = planned_tiles(size, blocks, combine_crew, CONFIG)
+        builds = (ticket >= combine_crew) | (left > 0)
+        combines = combines & (left == 0)
+    elif CONFIG.POLICY != TWO_WAY:
         builds = ticket >= combine_crew
     unit = ticket * 0 - 1
     first = unit * 0
     past = unit * 0
     # Nothing is kept over a tile's sums that can be made anew: registers are full of them. (The
-    # loop carries no more than changes: triton 3.6 would make another loop of it, with hoisting.)
-    while tl.condition(builds | combines | (unit >= 0), disable_licm=True):
+    # loop carries no more than changes: triton 3.6 would make another loop of it, with hoisting.
+    # The forward has registers enough, and its wgmma would be serialized.)
+    while tl.condition(builds | combines | (unit >= 0), disable_licm=CONFIG.BACKWARD):
         own = call_again(ctx, ticket, call_hash)
         row_blocks = tl.load(tables.head + ROW_BLOCKS)
         columns = tl.cdiv(size.hidden, CONFIG.BLOCK_N)
@@ -160,6 +192,11 @@ def build_and_combine(ops, ctx, call, standing, size, tables, combine_crew, call
             ok = now.ok
             if not built:
                 builds = index < 0
-                if CONFIG.POLICY != FIXED:
+                if (CONFIG.POLICY != FIXED) and (CONFIG.POLICY != PLANNED):
                     combines = combines | (ticket >= combine_crew)
+            if CONFIG.POLICY == PLANNED:
+                left -= 1
+                if (ticket < combine_crew) & ((left <= 0) | (not built)):
+                    builds = index < 0
+                    combines = index >= 0
     return call_again(ctx, ticket, call_hash), Standing(held, ok)

@@ -13,10 +13,12 @@ UNIFORM = tl.constexpr(1)
 GIVEN = tl.constexpr(2)
 
 # Who combines. DEDICATED: the combine crew does nothing else until all is combined; the others join
-# it once no tile is left. FIXED: they never do.
+# it once no tile is left. FIXED: they never do. PLANNED: the crew builds as many tiles as a model
+# of the costs gives it, then does nothing but combine, and nobody joins it.
 TWO_WAY = tl.constexpr(0)
 DEDICATED = tl.constexpr(1)
 FIXED = tl.constexpr(2)
+PLANNED = tl.constexpr(3)
 
 DESTINATION_MINOR = tl.constexpr(0)
 DESTINATION_MAJOR = tl.constexpr(1)
@@ -43,9 +45,11 @@ class MoeConfig(NamedTuple):
         FOLD_ROWS: tokens that are folded at once.
         POLICY, ORDER: who combines; order of the push lists.
         SAVE: whether the pre-activations are kept.
+        ROW_COST: time to push a row back, in millionths of that to build a tile; PLANNED only.
         BACKWARD: whether this is the backward.
+        MAIN_GRAD: whether weight gradients are added to what they were before, in fp32.
         WGRAD_K: rows that a step of a weight gradient's contraction takes; divides BLOCK_M.
-        PARTS: column parts in which dgrad2's epilogue is worked off.
+        PARTS: column parts in which the epilogues with SwiGLU, and fp32 sums, are worked off.
     """
 
     EXPERTS: tl.constexpr
@@ -88,7 +92,9 @@ class MoeConfig(NamedTuple):
     POLICY: tl.constexpr
     ORDER: tl.constexpr
     SAVE: tl.constexpr
+    ROW_COST: tl.constexpr
     BACKWARD: tl.constexpr
+    MAIN_GRAD: tl.constexpr
     WGRAD_K: tl.constexpr
     PARTS: tl.constexpr
 
@@ -177,9 +183,9 @@ class BackwardOperands(NamedTuple):
         y_ptr: bf16 [tokens, hidden], gradient of the tokens.
         drouter_ptr: fp32 [experts, hidden].
         dweights_ptr: fp32 [tokens, k], gradient of a routing that was given.
-        dw1_ptr: bf16 [local experts, 2, inter, hidden].
-        dw2_ptr: bf16 [local experts, hidden, inter].
-        dshared1_ptr, dshared2_ptr: bf16, likewise of the shared expert.
+        dw1_ptr: bf16 [local experts, 2, inter, hidden]; fp32 with MAIN_GRAD.
+        dw2_ptr: [local experts, hidden, inter], likewise.
+        dshared1_ptr, dshared2_ptr: likewise of the shared expert.
         h_ptr: bf16 [arena rows, inter], w * h.
         dgu_ptr: bf16 [2, arena rows, inter], gradients of gate and up.
         y2_ptr: bf16 [arena rows, hidden], gradients of the arena's token rows.

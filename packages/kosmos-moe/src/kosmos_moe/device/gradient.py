@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from kosmos_core.device.barrier import call_again, elect_last
 from kosmos_core.device.flags import flag_arrive
-from kosmos_core.device.gemm import column_parts
+from kosmos_core.device.gemm import add_accumulator, column_parts
 from kosmos_core.device.layout import PHASE_BUILD, Standing
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
@@ -109,6 +109,7 @@ def views_of(
     WIDTH: tl.constexpr = HALF // CONFIG.PARTS
     K: tl.constexpr = CONFIG.BLOCK_K
     R: tl.constexpr = CONFIG.WGRAD_K
+    STORED: tl.constexpr = N // CONFIG.PARTS if CONFIG.MAIN_GRAD else N
     return GradientViews(
         matrix_view(dy_ptr, 1, rows, hidden, M, K, T),
         matrix_view(dy_ptr, 1, rows, hidden, R, M, T),
@@ -122,8 +123,8 @@ def views_of(
         matrix_view(dx_ptr, 1, rows, hidden, M, N, T),
         matrix_view(h_ptr, 1, rows, inter, R, N, T),
         matrix_view(x_ptr, 1, rows, hidden, R, N, T),
-        matrix_view(dw2_ptr, experts, hidden, inter, M, N, T),
-        matrix_view(dw1_ptr, 2 * experts, inter, hidden, M, N, T),
+        matrix_view(dw2_ptr, experts, hidden, inter, M, STORED, T),
+        matrix_view(dw1_ptr, 2 * experts, inter, hidden, M, STORED, T),
     )
 
 
@@ -261,6 +262,7 @@ def dgrad1_tile(views, chunk, row, col, inter, CONFIG, T: tl.constexpr):
 def wgrad_tile(views, second, half, chunk, row, col, begin, end, CONFIG, T: tl.constexpr):
     """A wgrad tile: rows [begin, end) of a left operand transposed times a right one.
 
+    Rounded once, or added to what the parameter has gathered.
     second: whether it is of W2, else of half `half` of W1.
     """
     M: tl.constexpr = CONFIG.BLOCK_M
@@ -278,7 +280,10 @@ def wgrad_tile(views, second, half, chunk, row, col, begin, end, CONFIG, T: tl.c
         a = load_tile(left, half, k, row, R, M, False, False, T)
         b = load_tile(right, 0, k, col, R, N, False, False, T)
         acc = tl.dot(a.T, b, acc)
-    store_tile(out, chunk, row, col, acc.to(tl.bfloat16), M, N, T)
+    if CONFIG.MAIN_GRAD:
+        add_accumulator(out, chunk, row, col, acc, M, N, CONFIG.PARTS, T)
+    else:
+        store_tile(out, chunk, row, col, acc.to(tl.bfloat16), M, N, T)
 
 
 @triton.jit
@@ -389,7 +394,7 @@ def build_wgrad(
     ctx, call, standing, size, tables, views, local, place, inter, second, IS_SHARED: tl.constexpr,
     CONFIG,
 ):  # fmt: skip
-    """A wgrad tile; an expert without rows gets zeros.
+    """A wgrad tile; an expert without rows gets zeros, or keeps what it has.
 
     second: whether it is of W2, else of W1.
     """
@@ -498,9 +503,9 @@ def build_shared(ops, ctx, call, standing, size, tables, call_hash, CONFIG):
     ticket = call.ticket
     held = standing.held
     ok = standing.ok
-    more = ticket >= 0
+    left = ticket * 0 + 1
     # As in `build_and_combine`: nothing is kept over a tile's sums that can be made anew.
-    while tl.condition(more, disable_licm=True):
+    while tl.condition(left > 0, disable_licm=True):
         own = call_again(ctx, ticket, call_hash)
         begin = trace_begin(ctx)
         blocks = tl.cdiv(size.tokens, CONFIG.BLOCK_M)
@@ -520,8 +525,9 @@ def build_shared(ops, ctx, call, standing, size, tables, call_hash, CONFIG):
         if index >= wgrad1:
             kind = index * 0 + WGRAD1
             place = index - wgrad1
-        more = index < wgrad1 + wgrads1
-        if more:
+        # Of the value before: a loop that does not read what it carries is made anew, see there.
+        left = tl.where(index < wgrad1 + wgrads1, left, 0)
+        if left > 0:
             now = build_kind(
                 ops, ctx, own, Standing(held, ok), size, tables, views, kind, index * 0, place,
                 size.shared_inter, True, CONFIG,

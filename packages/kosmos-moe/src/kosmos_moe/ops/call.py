@@ -33,7 +33,10 @@ _LOGGED: set[tuple[str, str]] = set()  # declined calls are logged once, not onc
 POLICIES = {
     "two_way": codes.TWO_WAY,
     "dedicated_combine": codes.DEDICATED,
+    "planned_split": codes.PLANNED,
     "fixed": codes.FIXED,
+    # With crews of its own: see `Prepared.crews`.
+    "serial": codes.TWO_WAY,
 }
 ORDERS = {
     "destination_minor": codes.DESTINATION_MINOR,
@@ -115,23 +118,43 @@ class Prepared:
     can_overflow: bool
     label: str
 
+    @property
+    def crews(self) -> tuple[int, int]:
+        """Workgroups that dispatch before they build, and that combine between tiles."""
+        if self.plan.policy == "serial":
+            return self.plan.cap, 0
+        return self.plan.dispatch_crew, self.plan.combine_crew
+
 
 def prepare(
-    layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: bool = False
+    layer: Layer,
+    workspace: MoEWorkspace,
+    options: MoeOptions,
+    backward: bool = False,
+    adds: bool = False,
 ) -> Prepared:
     """The prepared call of a layer in one direction, planned once.
+
+    Args:
+        layer: sizes.
+        workspace: of the group.
+        options: choices of the call.
+        backward: which direction.
+        adds: whether a backward adds its weight gradients to what is there.
 
     Raises:
         Rejected: a choice is not allowed, or the layer does not fit the workspace.
     """
-    key = (layer, options, backward)
+    key = (layer, options, backward, adds)
     call: Prepared | None = workspace.prepared.get(key)
     if call is None:
-        call = workspace.prepared[key] = _plan(layer, workspace, options, backward)
+        call = workspace.prepared[key] = _plan(layer, workspace, options, backward, adds)
     return call
 
 
-def _plan(layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: bool) -> Prepared:
+def _plan(
+    layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: bool, adds: bool
+) -> Prepared:
     options.check()
     _check_room(layer, workspace)
     world = workspace.world
@@ -157,7 +180,7 @@ def _plan(layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: 
     label = f"{name} {layer}"
     decline = _decline(layer, workspace, label)
     config = make_config(
-        layer, plan, workspace.machine, world.size, options.save, backward=backward
+        layer, plan, workspace.machine, world.size, options.save, backward=backward, adds=adds
     )
     call_hash = agreed_hash(
         name, layer, plan.block_m, config.UNIT_ROWS.value, options.save, decline is None,
@@ -223,6 +246,17 @@ def _fitting(elements: int, columns: int, bounds: tuple[int, int]) -> int:
     return max(bounds[0], min(bounds[1], rows))
 
 
+def _row_cost(layer: Layer, plan: MoePlan, machine: Machine, world_size: int) -> int:
+    """Time in which one of the combine crew pushes a row, in millionths of a tile's."""
+    if plan.policy != "planned_split":
+        return 0  # nothing asks for it, and equal code is compiled once
+    gbps = machine.gbps("push", plan.combine_crew, max(1, world_size - 1)) / plan.combine_crew
+    tflops = machine.tflops.at(plan.cap) / plan.cap
+    row_s = 2 * layer.hidden / (gbps * 1e9)
+    tile_s = plan.block_m * plan.block_n * (layer.hidden + layer.inter) / (tflops * 1e12)
+    return round(1e6 * row_s / tile_s)
+
+
 def make_config(
     layer: Layer,
     plan: MoePlan,
@@ -230,6 +264,7 @@ def make_config(
     world_size: int,
     save: bool,
     backward: bool = False,
+    adds: bool = False,
 ) -> MoeConfig:
     """The constants of a launch."""
     router = layer.router
@@ -278,7 +313,9 @@ def make_config(
         "POLICY": POLICIES[plan.policy],
         "ORDER": ORDERS[plan.order],
         "SAVE": int(save),
+        "ROW_COST": _row_cost(layer, plan, machine, world_size),
         "BACKWARD": int(backward),
+        "MAIN_GRAD": int(adds),
         "WGRAD_K": min(plan.block_k, plan.block_m),
         "PARTS": MAX_PARTS if plan.block_n >= 2 * MAX_PARTS * 32 else 1,
     }

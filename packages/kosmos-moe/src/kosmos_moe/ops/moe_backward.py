@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from kosmos_core.errors import ArgumentError, WorkspaceError
 from kosmos_core.worlds import World
 
 from kosmos_moe import reference
-from kosmos_moe.device.config import BackwardOperands, Factors
+from kosmos_moe.device.config import BackwardOperands
 from kosmos_moe.kernels.backward import moe_backward_kernel
 from kosmos_moe.ops.call import Prepared, prepare
+from kosmos_moe.ops.launching import launch
 from kosmos_moe.ops.moe_forward import MoeSaved
 from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.workspaces import MoEWorkspace
@@ -36,7 +38,7 @@ class MoeGradients(NamedTuple):
     Attributes:
         x: [tokens, hidden] bf16.
         router: [experts, hidden] fp32, of this rank's tokens; None where the routing was given.
-        w1: [local experts, 2 * inter, hidden] bf16, of all ranks' tokens.
+        w1: [local experts, 2 * inter, hidden] bf16, of all ranks' tokens; None where it was added.
         w2: [local experts, hidden, inter] bf16, likewise.
         weights: [tokens, k] fp32 of a routing that was given, else None.
         shared: of the shared expert's weights, of this rank's tokens, or None.
@@ -44,8 +46,8 @@ class MoeGradients(NamedTuple):
 
     x: torch.Tensor
     router: torch.Tensor | None
-    w1: torch.Tensor
-    w2: torch.Tensor
+    w1: torch.Tensor | None
+    w2: torch.Tensor | None
     weights: torch.Tensor | None
     shared: tuple[torch.Tensor, torch.Tensor] | None
 
@@ -56,6 +58,7 @@ def moe_backward(
     workspace: MoEWorkspace,
     *,
     dloss: torch.Tensor | None = None,
+    main_grads: Sequence[torch.Tensor] | None = None,
     options: MoeOptions | None = None,
     **choices: Any,
 ) -> MoeGradients:
@@ -66,6 +69,8 @@ def moe_backward(
         saved: of the forward, which was made with `save`.
         workspace: of the group, made with `training`; every rank makes the same calls on it.
         dloss: gradient of the auxiliary loss, a float32 scalar; None means 0.
+        main_grads: float32 tensors in the shapes of w1, w2 and, with a shared expert, of its two
+            weights; their gradients are added to them, unrounded, instead of being returned.
         options: a prepared set of choices, instead of `choices`.
         **choices: fields of `MoeOptions`, when `options` is not given.
 
@@ -90,12 +95,48 @@ def moe_backward(
     with TellingPeers(workspace, lambda: "moe_backward"):
         options = chosen_options(MoeOptions, options, choices)
         _check(dy, saved, workspace)
-        call = prepare(saved.layer, workspace, options, backward=True)
+        adds = main_grads is not None
+        if main_grads is not None:
+            _check_main_grads(main_grads, saved)
+        call = prepare(saved.layer, workspace, options, backward=True, adds=adds)
         dy = dense(dy)
     if not saved.fused:
         workspace.agree(call.label, call.call_hash)
-        return reference_backward(dy, dloss, saved, workspace.world)
-    return _launch(dy, dloss, saved, workspace, call, options)
+        found = reference_backward(dy, dloss, saved, workspace.world)
+        return found if main_grads is None else _added(found, main_grads)
+    return _launch(dy, dloss, saved, workspace, call, options, main_grads)
+
+
+def _weights(saved: MoeSaved) -> tuple[torch.Tensor, ...]:
+    """The weights whose gradients may be added to what is there."""
+    return saved.inputs.w1, saved.inputs.w2, *(saved.inputs.shared or ())
+
+
+def _check_main_grads(main_grads: Sequence[torch.Tensor], saved: MoeSaved) -> None:
+    weights = _weights(saved)
+    if len(main_grads) != len(weights):
+        raise reject(
+            ARGUMENT,
+            f"main_grads: got {len(main_grads)} tensors, wanted {len(weights)}, one a weight",
+        )
+    for i, (t, w) in enumerate(zip(main_grads, weights, strict=True)):
+        check_tensor(f"main_grads[{i}]", t)
+        fits = t.shape == w.shape and t.device == w.device and t.dtype == torch.float32
+        if not fits or not t.is_contiguous() or t.data_ptr() % 16:
+            raise reject(
+                SHAPE,
+                f"main_grads[{i}]: got {tuple(t.shape)} {t.dtype} on {t.device}, strides "
+                f"{t.stride()}, wanted a contiguous {tuple(w.shape)} torch.float32 on {w.device}, "
+                "aligned to 16 bytes",
+            )
+
+
+def _added(found: MoeGradients, main_grads: Sequence[torch.Tensor]) -> MoeGradients:
+    """The gradients of a reference path, those of weights added."""
+    for t, grad in zip(main_grads, (found.w1, found.w2, *(found.shared or ())), strict=True):
+        assert grad is not None
+        t += grad
+    return found._replace(w1=None, w2=None, shared=None)
 
 
 def _check(dy: torch.Tensor, saved: MoeSaved, workspace: MoEWorkspace) -> None:
@@ -165,17 +206,17 @@ def _launch(
     workspace: MoEWorkspace,
     call: Prepared,
     options: MoeOptions,
+    main_grads: Sequence[torch.Tensor] | None,
 ) -> MoeGradients:
     """One launch of the kernel."""
-    given, layer, plan = saved.inputs, saved.layer, call.plan
+    given, layer = saved.inputs, saved.layer
     tokens, device = len(dy), dy.device
     dx = torch.empty_like(dy)
     drouter = torch.empty((layer.experts, layer.hidden), dtype=torch.float32, device=device)
-    dw1, dw2 = torch.empty_like(given.w1), torch.empty_like(given.w2)
+    grads = main_grads or [torch.empty_like(w) for w in _weights(saved)]
+    dw1, dw2 = grads[:2]
     dweights = torch.empty((tokens, layer.router.topk), dtype=torch.float32, device=device)
-    dshared = None
-    if given.shared is not None:
-        dshared = torch.empty_like(given.shared[0]), torch.empty_like(given.shared[1])
+    dshared = None if given.shared is None else (grads[2], grads[3])
     if dloss is None:
         dloss = torch.zeros(1, dtype=torch.float32, device=device)
     scratch = workspace.scratch
@@ -210,24 +251,12 @@ def _launch(
         router_dx_ptr=scratch("router_dx"),
         **saved.tensors,
     )
-    router = layer.router
-    factors = Factors(
-        float(router.scaling), float(router.aux_coefficient), float(router.z_coefficient)
-    )
-    args = (
-        ops, workspace.context(options.traced), factors, tokens, layer.hidden, layer.inter,
-        layer.shared_inter, workspace.needs.arena_blocks, plan.dispatch_crew, plan.combine_crew,
-        call.call_hash, call.config,
-    )  # fmt: skip
-    workspace.begin(call.label, call.call_hash)
-    workspace.world.launch(
-        moe_backward_kernel, plan.cap, args, call.key, num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-    )  # fmt: skip
+    launch(moe_backward_kernel, ops, call, workspace, options, tokens)
     is_given = given.routing is not None
-    return MoeGradients(
+    found = MoeGradients(
         dx, None if is_given else drouter, dw1, dw2, dweights if is_given else None, dshared
     )
+    return found if main_grads is None else found._replace(w1=None, w2=None, shared=None)
 
 
 __all__ = ["MoeGradients", "moe_backward", "reference_backward"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,10 @@ from kosmos_core.arguments import (
 from kosmos_core.errors import ArgumentError, WorkspaceError
 
 from kosmos_moe import reference
-from kosmos_moe.device.config import Factors, ForwardOperands
+from kosmos_moe.device.config import ForwardOperands
 from kosmos_moe.kernels.forward import moe_forward_kernel
 from kosmos_moe.ops.call import Layer, Prepared, prepare
+from kosmos_moe.ops.launching import launch
 from kosmos_moe.ops.options import MoeOptions
 from kosmos_moe.router import RouterOptions
 from kosmos_moe.workspaces import MoEWorkspace
@@ -55,7 +56,7 @@ class MoeSaved:
         layer: sizes.
         router: how tokens chose.
         fused: whether the kernel made the forward; else a backward computes it anew.
-        tensors: what the kernel left, by name of its operand.
+        tensors: what the kernel left, by name of its operand; means nothing unless `fused`.
     """
 
     inputs: Inputs
@@ -181,7 +182,7 @@ def run_forward(
                 "capacity: the routing sends some rank more rows than its arena holds; create the "
                 "workspace with a larger capacity, or None for the worst case"
             )
-        return run_reference(given, workspace, router), MoeSaved(given, layer, router, False, {})
+        return run_reference(given, workspace, router), replace(saved, fused=False)
     return result, saved
 
 
@@ -235,7 +236,6 @@ def check_inputs(given: Inputs, workspace: MoEWorkspace, router: RouterOptions) 
     if given.padding is not None:
         _expect("padding", given.padding, (torch.bool,), 1, device)
         _expect_shape("padding", given.padding, (tokens,))
-    shared_inter = 0
     if given.shared is not None:
         first, second = given.shared
         _expect("shared w1", first, bf16, 2, device)
@@ -262,8 +262,15 @@ def check_inputs(given: Inputs, workspace: MoEWorkspace, router: RouterOptions) 
                 "create it with a larger max_tokens on every rank"
             ),
         )
+    return layer_of(given, router)
+
+
+def layer_of(given: Inputs, router: RouterOptions) -> Layer:
+    """The layer that operands make, whose shapes fit together."""
+    shared_inter = 0 if given.shared is None else given.shared[1].shape[1]
     return Layer(
-        hidden, inter, experts, shared_inter, router, given.router.dtype, given.bias is not None,
+        int(given.x.shape[1]), int(given.w2.shape[2]), int(given.router.shape[0]),
+        int(shared_inter), router, given.router.dtype, given.bias is not None,
         given.padding is not None, given.routing is not None,
     )  # fmt: skip
 
@@ -297,11 +304,26 @@ def run_reference(given: Inputs, workspace: MoEWorkspace, router: RouterOptions)
     return MoeResult(out.y, out.aux_loss.float(), out.ids.to(torch.int32), out.weights.float())
 
 
+def kept_tensors(
+    call: Prepared, workspace: MoEWorkspace, x: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(gate and up, those of the shared expert, logits, send list, tables) for a backward."""
+    layer, tokens = call.layer, x.shape[0]
+    rows = workspace.needs.arena_blocks * call.plan.block_m
+    return (
+        x.new_empty((2, rows, layer.inter)),
+        x.new_empty((2, tokens, max(8, layer.shared_inter))),
+        x.new_empty((tokens, layer.experts), dtype=torch.float32),
+        x.new_empty((tokens, layer.router.topk), dtype=torch.int32),
+        x.new_empty(workspace.needs.scratch["tables"][0], dtype=torch.int32),
+    )
+
+
 def _launch(
     given: Inputs, workspace: MoEWorkspace, call: Prepared, options: MoeOptions
 ) -> tuple[MoeResult, MoeSaved]:
     """One launch of the kernel, and what it leaves."""
-    x, layer, plan = given.x, call.layer, call.plan
+    x, layer = given.x, call.layer
     tokens, device = x.shape[0], x.device
     choices = (tokens, layer.router.topk)
     y = torch.empty_like(x)
@@ -316,14 +338,7 @@ def _launch(
     act, shared_act = scratch("h"), scratch("shared_h")
     logits, order, tables = scratch("logits"), scratch("list"), scratch("tables")
     if options.save:
-        rows = workspace.needs.arena_blocks * plan.block_m
-        act = torch.empty((2, rows, layer.inter), dtype=torch.bfloat16, device=device)
-        shared_act = torch.empty(
-            (2, tokens, max(8, layer.shared_inter)), dtype=torch.bfloat16, device=device
-        )
-        logits = torch.empty((tokens, layer.experts), dtype=torch.float32, device=device)
-        order = torch.empty(choices, dtype=torch.int32, device=device)
-        tables = torch.empty_like(tables)
+        act, shared_act, logits, order, tables = kept_tensors(call, workspace, x)
     shared1, shared2 = given.shared or (given.w1, given.w2)
     padding = x if given.padding is None else given.padding.view(torch.uint8)
     ops = ForwardOperands(
@@ -332,26 +347,13 @@ def _launch(
         scratch("y2"), scratch("shared_h"), scratch("shared_y"), logits, scratch("sums"),
         scratch("route_counts"), order, tables, scratch("verdict"),
     )  # fmt: skip
-    router = layer.router
-    factors = Factors(
-        float(router.scaling), float(router.aux_coefficient), float(router.z_coefficient)
-    )
-    args = (
-        ops, workspace.context(options.traced), factors, tokens, layer.hidden, layer.inter,
-        layer.shared_inter, workspace.needs.arena_blocks, plan.dispatch_crew, plan.combine_crew,
-        call.call_hash, call.config,
-    )  # fmt: skip
-    workspace.begin(call.label, call.call_hash)
-    workspace.world.launch(
-        moe_forward_kernel, plan.cap, args, call.key, num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-    )  # fmt: skip
+    launch(moe_forward_kernel, ops, call, workspace, options, tokens)
     kept = {
         "ids_ptr": ids, "weights_ptr": weights, "places_ptr": places, "act_ptr": act,
         "shared_act_ptr": shared_act, "logits_ptr": logits, "list_ptr": order,
         "tables_ptr": tables,
     }  # fmt: skip
-    saved = MoeSaved(given, layer, router, True, kept if options.save else {})
+    saved = MoeSaved(given, layer, layer.router, True, kept if options.save else {})
     return MoeResult(y, loss[0], ids, weights), saved
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kosmos_core.arguments import check_cap, check_choice, check_flag, check_int
 
-POLICIES = ("two_way", "dedicated_combine", "fixed")
+POLICIES = ("two_way", "dedicated_combine", "planned_split", "fixed", "serial")
 ORDERS = ("destination_minor", "destination_major")
 TRANSPORTS = ("push",)
 OVERFLOWS = ("reference", "raise")
@@ -19,7 +19,9 @@ class MoeOptions:
     Attributes:
         cap: most workgroups to use.
         policy: who combines. "two_way": dual-role movers, between tiles; "dedicated_combine": a
-            crew that does nothing else, joined by all once no tile is left; "fixed": never joined.
+            crew that does nothing else, joined by all once no tile is left; "fixed": never joined;
+            "planned_split": a crew that builds as many tiles as a model of the costs gives it and
+            then only combines; "serial": all dispatch, then all build, then all combine.
         order: "destination_minor" or "destination_major", the order in which rows are pushed.
         transport: "push".
         dispatch_crew: workgroups that dispatch before they build.
@@ -27,6 +29,8 @@ class MoeOptions:
         overflow: what a call does whose routing does not fit the arena: takes the "reference" path,
             or "raise".
         save: keep what a backward needs.
+        main_grad: in backwards, add weight gradients into the `main_grad` (FP32) of w1, w2 and the
+            shared expert's weights where all of them have one.
         traced: record role spans into the workspace's trace buffer.
     """
 
@@ -38,6 +42,7 @@ class MoeOptions:
     combine_crew: int | None = None
     overflow: str = "reference"
     save: bool = False
+    main_grad: bool = True
     traced: bool = False
 
     def check(self) -> None:
@@ -50,7 +55,7 @@ class MoeOptions:
         check_choice("order", self.order, ORDERS)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("overflow", self.overflow, OVERFLOWS)
-        for name in ("save", "traced"):
+        for name in ("save", "main_grad", "traced"):
             check_flag(name, getattr(self, name))
         for name in ("dispatch_crew", "combine_crew"):
             check_int(name, getattr(self, name))

@@ -65,7 +65,7 @@ def store(job, ctx, call, standing, place, tile, acc, CONFIG):
     """Rounds a complete tile and stores it, or adds it to what the parameter has gathered."""
     if CONFIG.MAIN_GRAD:
         add_accumulator(
-            job.gradient, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, acc,
+            job.gradient, 0, tile.row_block * CONFIG.BLOCK_M, tile.column * CONFIG.BLOCK_N, acc,
             CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, ctx.TARGET,
         )  # fmt: skip
     else:

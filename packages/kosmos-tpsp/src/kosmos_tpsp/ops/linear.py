@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
+from kosmos_core.main_grad import stand_in
 
 from kosmos_tpsp import reference
 from kosmos_tpsp.ops import mx, prepared, validate
@@ -19,9 +20,6 @@ from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.precision import MXFP8
 from kosmos_tpsp.workspaces import TpSpWorkspace
-
-# Zeros that stand for the gradient of a weight whose real one went into main_grad.
-_STAND_INS: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -210,26 +208,3 @@ def weight_grad(
     else:
         main_grad.addmm_(dy.t().float(), x.float())
     return stand_in(w)
-
-
-def stand_in(w: torch.Tensor) -> torch.Tensor:
-    """Zeros for autograd, so that hooks fire; the same memory for all weights of a shape."""
-    w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    key = (w.shape, w.dtype, w.device)
-    # A compiled graph writes over what it has read.
-    shares = _in_eager_backward()
-    found = _STAND_INS.get(key) if shares else None
-    # Autograd adds a later gradient of the weight to what it has taken for .grad: no zeros then.
-    if found is None or found._version:
-        found = torch.zeros_like(w, memory_format=torch.contiguous_format)
-        if shares and not (w.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # A captured fill has not run yet.
-            _STAND_INS[key] = found
-    # A tensor of its own, which autograd takes for .grad without a copy.
-    return found.detach()
-
-
-def _in_eager_backward() -> bool:
-    """Whether autograd calls this, and no graph that was compiled."""
-    node = torch._C._current_autograd_node()
-    return node is not None and not node.name().startswith("CompiledFunction")

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from kosmos_core.main_grad import stand_in
 from kosmos_mx import MXTensor, quantize
 from kosmos_mx.formats import E4M3, SCALE_DTYPE, num_groups, padded
 
 from kosmos_tpsp.ops import mx_carriers, prepared, validate
 from kosmos_tpsp.ops.bulk_rs import bulk_rs
 from kosmos_tpsp.ops.gemm_rs import gemm_rs
-from kosmos_tpsp.ops.linear import LinearOptions, main_grad_of, stand_in, weight_grad
+from kosmos_tpsp.ops.linear import LinearOptions, main_grad_of, weight_grad
 from kosmos_tpsp.ops.mx_weights import COLUMNS, ROWS, weight_copies
 from kosmos_tpsp.precision import MXFP8
 from kosmos_tpsp.workspaces import TpSpWorkspace
