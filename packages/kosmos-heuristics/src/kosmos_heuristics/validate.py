@@ -146,6 +146,11 @@ def compare_files(
         if not isinstance(benchmark, str) or benchmark not in _OPS or not isinstance(data, Mapping):
             left_out.append(f"{path.name}: not a benchmark of {', '.join(_OPS)}")
             continue
+        settings = data.get("settings")
+        transport = settings.get("transport") if isinstance(settings, Mapping) else None
+        if transport is not None:
+            left_out.append(f"{path.name}: transport {transport} was asked for, not chosen")
+            continue
         rows, skipped = compare_benchmark(data, path.name, machine)
         compared += rows
         left_out += skipped
