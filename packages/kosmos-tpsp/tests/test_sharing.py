@@ -105,6 +105,20 @@ def test_a_copied_layer_has_weights_of_its_own_and_the_same_workspace(
     on_cpu(2, host)
 
 
+def test_what_cannot_be_sharded_is_not_prepared(on_cpu: Callable[..., list[Any]]) -> None:
+    def host(rank: int, world: World) -> None:
+        layer = ColumnParallelLinear(32, 32, group=world, max_tokens=TOKENS)
+        for tokens in (TOKENS - 1, -2, 2.0):
+            with pytest.raises(ArgumentError, match=rf"tokens: got {tokens}, wanted a multiple"):
+                layer.prepare(tokens)
+        with torch.inference_mode():
+            layer.prepare(TOKENS)
+        assert layer.weight.grad is None
+        destroy_workspaces(world)
+
+    on_cpu(2, host)
+
+
 def test_a_workspace_of_its_own(on_cpu: Callable[..., list[Any]]) -> None:
     def host(rank: int, world: World) -> None:
         with TpSpWorkspace(world, TOKENS, 32) as workspace:

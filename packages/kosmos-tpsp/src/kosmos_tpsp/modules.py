@@ -188,25 +188,36 @@ class ParallelLinear(nn.Module):
 
         Args:
             tokens: over all ranks, a multiple of them.
+
+        Raises:
+            ArgumentError: it is none; what would be prepared is another call.
         """
         world = self.call.workspace.world
+        if not isinstance(tokens, int) or tokens < 0 or tokens % world.size:
+            raise ArgumentError(
+                f"tokens: got {tokens!r}, wanted a multiple of the {world.size} ranks"
+            )
         rows, features = tokens, self.in_features
         if self.sharded_dim == 0:
             rows //= world.size
         else:
             features //= world.size
+        with torch.inference_mode(False), torch.enable_grad():
+            self._prepare(rows, features)
+        world.synchronize()
+        world.barrier()
+
+    def _prepare(self, rows: int, features: int) -> None:
+        """A forward and backward of zeros."""
         # With a frozen weight the backward makes other calls.
         weight = self.weight.detach().requires_grad_(self.weight.requires_grad)
         main_grad = getattr(self.weight, "main_grad", None)
         if main_grad is not None:
             weight.main_grad = torch.zeros_like(main_grad)  # type: ignore[attr-defined]
         x = torch.zeros(rows, features, device=weight.device, dtype=weight.dtype)
-        with torch.enable_grad():
-            y = self._linear(x.requires_grad_(), weight, None)
-            needed = [t for t in (x, weight) if t.requires_grad]
-            torch.autograd.grad(y, needed, torch.zeros_like(y))
-        world.synchronize()
-        world.barrier()
+        y = self._linear(x.requires_grad_(), weight, None)
+        needed = [t for t in (x, weight) if t.requires_grad]
+        torch.autograd.grad(y, needed, torch.zeros_like(y))
 
     def _linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
