@@ -27,7 +27,7 @@ from kosmos_mx.kernels.quantize import (
     quantize_kernel,
 )
 from kosmos_mx.ops.gemm import GROUP_M, tile_of
-from kosmos_mx.ops.launching import BLOCK_COLS, NUM_WARPS, constants
+from kosmos_mx.ops.launching import BLOCK_COLS, NUM_WARPS, STEPS, WIDTH, constants
 
 TARGETS = {"sm_90": NVIDIA, "gfx950": AMD}
 # Those whose matrix units take scales.
@@ -93,6 +93,8 @@ def _quantize_case(
         "SWIGLU": 0,
         "SEGMENTS": 0,
         "BLOCK_COLS": BLOCK_COLS,
+        "STEPS": STEPS,
+        "WIDTH": WIDTH,
         "TARGET": TARGETS[target].value,
         **changes,
     }

@@ -42,7 +42,9 @@ def test_a_sweep_times_other_tiles():
     names = [row["name"] for row in measure(sweep=True)["rows_of_table"]]
     assert names[: len(NAMES)] == NAMES
     assert names[len(NAMES) :] == [
-        f"quantize both, 32x{cols}, {warps} warps" for cols, warps in bench.TILES
+        f"quantize {axis}, {'/'.join(map(str, tile))}"
+        for tile in bench.TILES
+        for axis in ("both", "row", "col")
     ]
 
 

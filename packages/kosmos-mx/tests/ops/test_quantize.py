@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -45,12 +46,13 @@ def test_bits_of_ten_million_numbers_are_torchaos(on_executor, name):
 
 
 DEFECTS = {
-    "scale too small": (encode.scale_code, "+ 0x1FFFFF", "+ 0x1EFFFF"),
-    "scale too large": (encode.scale_code, "+ 0x1FFFFF", "+ 0x20FFFF"),
-    "infinity as the largest number": (encode.scale_code, "amax == 0x7F800000", "amax < 0"),
-    "NaN lost": (encode.scale_code, "amax > 0x7F800000", "amax < 0"),
-    "elements of the lowest scale scaled": (encode.element_factor, "code == 0,", "code < 0,"),
-    "infinity's factor flushed": (encode.element_factor, "0x00400000", "0"),
+    "scale too small": (encode.group_scale, "+ 0x1FFFFF", "+ 0x1EFFFF"),
+    "scale too large": (encode.group_scale, "+ 0x1FFFFF", "+ 0x20FFFF"),
+    "infinity as the largest number": (encode.group_scale, "amax >= 0x7F800000", "amax < 0"),
+    "NaN lost": (encode.group_scale, "amax > 0x7F800000", "amax < 0"),
+    "elements of the lowest scale scaled": (encode.group_scale, "(is_low, 0x3F", "(amax < 0, 0x3F"),
+    "lowest scale off": (encode.group_scale, "(is_low, 0,", "(amax < 0, 0,"),
+    "infinity's factor flushed": (encode.group_scale, "0x7FC00000, 0x00400000", "0x7FC00000, 0"),
     "ties away": (encode.round_elements, "+ ((size >> SHIFT) & 1)", "+ 1"),
     "ties down": (encode.round_elements, "+ ((size >> SHIFT) & 1)", ""),
     "subnormal elements flushed": (
@@ -82,7 +84,7 @@ def test_the_quotient_that_fp32_rounds_to_a_power_of_two(on_executor):
     for target in TARGETS.values():
         made = on_executor(lambda target=target: quantize(x, target=target))
         assert made.scales.view(torch.uint8).flatten().tolist() == [0, 0, 1]
-    broken = [Mutation(encode.scale_code, "(TOP << 23) + 0x600001", "0")]
+    broken = [Mutation(encode.group_scale, "(TOP << 23) + 0x600001", "(TOP << 23) + 0x600000")]
     made = on_executor(lambda: quantize(x), mutations=broken)
     assert made.scales.view(torch.uint8).flatten().tolist() == [0, 1, 1]
 
@@ -209,11 +211,24 @@ def test_a_view_with_a_stride_is_taken_as_it_is(on_executor):
     assert column.equal(again[1])
 
 
-@pytest.mark.parametrize("tile", [(32, 1), (64, 4), (512, 8)])
+@pytest.mark.parametrize(
+    "tile", [(32, 1, 1, 8), (64, 4, 1, 16), (512, 8, 1, 8), (64, 1, 4, 8), (128, 2, 8, 16)]
+)
 def test_the_tile_changes_no_bit(on_executor, tile):
     x = torch.randn(70, 600)
     made = on_executor(lambda: quantize(x, "both", tile=tile))
     for copy, plain in zip(made, quantize(x, "both"), strict=True):
+        assert copy.equal(plain)
+
+
+def test_swiglu_in_steps_changes_no_bit(on_executor, monkeypatch):
+    gate_up = torch.randn(40, 2 * 600)
+    wanted = on_executor(lambda: swiglu_quantize(gate_up))
+    # Its name in the package is the function's.
+    module = importlib.import_module("kosmos_mx.ops.quantize")
+    monkeypatch.setattr(module, "STEPS", 4)
+    monkeypatch.setattr(module, "MANY_WGS", 1)
+    for copy, plain in zip(on_executor(lambda: swiglu_quantize(gate_up)), wanted, strict=True):
         assert copy.equal(plain)
 
 
@@ -292,8 +307,13 @@ def test_swiglu_is_not_rounded_to_bf16_in_between(on_executor):
         ((torch.zeros(2, 2),), {"dtype": torch.int8}, "dtype: got torch.int8"),
         ((torch.zeros(2, 2),), {"segments": 0}, "segments: got 0"),
         ((torch.zeros(2, 2),), {"segments": (1, 2)}, r"segments: got \(1, 2\), wanted lengths"),
-        ((torch.zeros(2, 2),), {"tile": (48, 4)}, r"tile: got \(48, 4\), wanted columns and warps"),
-        ((torch.zeros(2, 2),), {"tile": (64, 3)}, r"tile: got \(64, 3\)"),
+        (
+            (torch.zeros(2, 2),),
+            {"tile": (48, 4, 1, 8)},
+            r"tile: got \(48, 4, 1, 8\), wanted",
+        ),
+        ((torch.zeros(2, 2),), {"tile": (64, 4, 3, 8)}, r"tile: got \(64, 4, 3, 8\)"),
+        ((torch.zeros(2, 2),), {"tile": (16, 4, 1, 8)}, "tile: got 16 columns, wanted 32"),
         ((torch.zeros(2, 2),), {"segments": (3, -1)}, r"segments: got \(3, -1\)"),
     ],
 )

@@ -24,8 +24,11 @@ COPY = "copy"
 # The figure that has a target.
 BOTH = "quantize both"
 WANTED_SHARE = 0.70
-# Columns and warps of `--sweep`.
-TILES = ((128, 2), (128, 4), (256, 2), (256, 4), (256, 8), (512, 4), (512, 8), (1024, 8))
+# Columns, warps, steps and width of `--sweep`.
+TILES = (
+    (256, 4, 1, 16), (256, 4, 1, 8), (256, 8, 1, 8), (128, 4, 1, 8), (128, 2, 1, 8), (64, 2, 1, 8),
+    (64, 1, 1, 8), (32, 1, 1, 8), (256, 4, 4, 8), (128, 4, 4, 8), (64, 1, 4, 8), (64, 1, 16, 8),
+)  # fmt: skip
 
 
 @click.command()
@@ -134,10 +137,11 @@ def run(
         "dequantize col": (_bytes(x) + column.num_bytes, column.dequantize),
     }
     for tile in TILES if sweep else ():
-        variants[f"{BOTH}, 32x{tile[0]}, {tile[1]} warps"] = (
-            variants[BOTH][0],
-            partial(quantize, x, "both", scale_rounding, tile=tile),
-        )
+        for axis in ("both", "row", "col"):
+            variants[f"quantize {axis}, {'/'.join(map(str, tile))}"] = (
+                variants[f"quantize {axis}"][0],
+                partial(quantize, x, axis, scale_rounding, tile=tile),
+            )
     calls = {name: call for name, (_, call) in variants.items()}
     times = time_rounds(calls, timer, rounds=rounds)
     row, column = quantize(x, "both", scale_rounding)

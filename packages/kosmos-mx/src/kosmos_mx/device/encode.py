@@ -33,44 +33,40 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def scale_code(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
-    """E8M0 code, int32, of groups whose largest magnitude has the fp32 bits `amax`.
+def group_scale(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
+    """(E8M0 code int32, what elements are multiplied by fp32) of groups.
+
+    amax: fp32 bits of the group's largest magnitude.
 
     RCEIL: the least power of two not below amax / (largest element), where the quotient is rounded
         to fp32; both largest elements are 1.75 times a power of two. 254 for infinity.
     FLOOR: 2^floor(log2(amax)) over the power of two of the largest element.
     NaN gives 255. Source: cuBLAS documentation, "1D block scaling"; OCP MX 1.0, section 6.3.
+
+    The factor is 2^(127 - code) but for the end codes, where it is as in torchao: 1 for code 0
+    under RCEIL, so that such a group becomes zeros; 2^126 under FLOOR; NaN for code 255 under
+    RCEIL; 0 under FLOOR, which keeps finite elements as zeros. Both in one, since every thread
+    computes them for each of its columns: the comparisons are half of what a cast costs.
     """
     # Exponent of the largest element: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15.
     TOP: tl.constexpr = 8 if FORMAT == E4M3 else 15
+    is_nan = amax > 0x7F800000
     if SCALING == RCEIL:
-        # The addition carries into the exponent for mantissas above 1.75. One quotient above 2^-127
-        # rounds to it in fp32, and does not count as above.
-        ROUNDS_DOWN: tl.constexpr = (TOP << 23) + 0x600001
-        carried = amax - (amax == ROUNDS_DOWN).to(tl.int32) + 0x1FFFFF
-        code = tl.maximum((carried >> 23) - TOP, 0)
-        code = tl.where(amax == 0x7F800000, INF_CODE, code)
+        # Carries into the exponent for mantissas above 1.75.
+        carried = amax + 0x1FFFFF
+        # The last one is the one quotient above 2^-127 that rounds to it in fp32.
+        is_low = amax <= (TOP << 23) + 0x600001
+        is_end = amax >= 0x7F800000
+        code = tl.where(is_low, 0, (carried >> 23) - TOP)
+        code = tl.where(is_end, tl.where(is_nan, NAN_CODE, INF_CODE), code)
+        bits = (254 << 23) - ((carried & 0x7F800000) - (TOP << 23))
+        bits = tl.where(is_low, 0x3F800000, bits)
+        bits = tl.where(is_end, tl.where(is_nan, 0x7FC00000, 0x00400000), bits)
     else:
-        code = tl.maximum((amax >> 23) - TOP, 0)
-    return tl.where(amax > 0x7F800000, NAN_CODE, code)
-
-
-@triton.jit
-def element_factor(code, SCALING: tl.constexpr):
-    """What the elements of a group are multiplied by, fp32: 2^(127 - code) but for the end codes.
-
-    As in torchao: 1 for code 0 under RCEIL, so that such a group becomes zeros; 2^126 under FLOOR;
-    NaN for code 255 under RCEIL; 0 under FLOOR, which keeps finite elements as zeros.
-    """
-    if SCALING == RCEIL:
-        bits = (254 - code) << 23
-        bits = tl.where(code == INF_CODE, 0x00400000, bits)
-        bits = tl.where(code == NAN_CODE, 0x7FC00000, bits)
-        bits = tl.where(code == 0, 0x3F800000, bits)
-    else:
-        bits = (254 - tl.maximum(code, 1)) << 23
-        bits = tl.where(code == NAN_CODE, 0, bits)
-    return bits.to(tl.float32, bitcast=True)
+        exponent = (amax >> 23) - TOP
+        code = tl.where(is_nan, NAN_CODE, tl.maximum(exponent, 0))
+        bits = tl.where(is_nan, 0, (254 - tl.maximum(exponent, 1)) << 23)
+    return code, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

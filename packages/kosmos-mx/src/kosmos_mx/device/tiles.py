@@ -11,10 +11,9 @@ import triton.language as tl
 from kosmos_mx.device.decode import dequantize_groups
 from kosmos_mx.device.encode import (
     GROUP,
-    element_factor,
+    group_scale,
     magnitude_bits,
     round_elements,
-    scale_code,
 )
 
 
@@ -24,8 +23,8 @@ def quantize_rows(x, FORMAT: tl.constexpr, SCALING: tl.constexpr, TARGET: tl.con
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     groups = x.reshape(R, C // GROUP, GROUP)
-    code = scale_code(tl.max(magnitude_bits(groups), 2), FORMAT, SCALING)
-    scaled = groups * element_factor(code, SCALING)[:, :, None]
+    code, factor = group_scale(tl.max(magnitude_bits(groups), 2), FORMAT, SCALING)
+    scaled = groups * factor[:, :, None]
     elements = round_elements(scaled.reshape(R, C), FORMAT, TARGET)
     return elements, code.to(tl.uint8)
 
@@ -36,8 +35,8 @@ def quantize_columns(x, FORMAT: tl.constexpr, SCALING: tl.constexpr, TARGET: tl.
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     groups = x.reshape(R // GROUP, GROUP, C)
-    code = scale_code(tl.max(magnitude_bits(groups), 1), FORMAT, SCALING)
-    scaled = groups * element_factor(code, SCALING)[:, None, :]
+    code, factor = group_scale(tl.max(magnitude_bits(groups), 1), FORMAT, SCALING)
+    scaled = groups * factor[:, None, :]
     elements = round_elements(scaled.reshape(R, C), FORMAT, TARGET)
     return elements, code.to(tl.uint8)
 

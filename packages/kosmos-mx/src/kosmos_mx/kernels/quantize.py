@@ -78,6 +78,9 @@ class QuantizeConfig(NamedTuple):
         SWIGLU: 1 to quantise silu(gate) * up.
         SEGMENTS: 0 without a table, else a power of two above the number of segments.
         BLOCK_COLS: columns of a tile, which has 32 rows.
+        STEPS: tiles of a workgroup, one beside another; each is loaded while the one before it is
+            quantised.
+        WIDTH: neighbouring elements that a thread stores at once, and mostly loads.
         TARGET: NVIDIA or AMD.
     """
 
@@ -88,6 +91,8 @@ class QuantizeConfig(NamedTuple):
     SWIGLU: tl.constexpr
     SEGMENTS: tl.constexpr
     BLOCK_COLS: tl.constexpr
+    STEPS: tl.constexpr
+    WIDTH: tl.constexpr
     TARGET: tl.constexpr
 
 
@@ -113,59 +118,94 @@ def group_rows(source, group, CONFIG):
 
 
 @triton.jit
-def quantize_kernel(source, copies, CONFIG):
-    """A workgroup a tile of 32 rows; the tiles of a row of groups are neighbours."""
-    BLOCK_COLS: tl.constexpr = CONFIG.BLOCK_COLS
-    BLOCK_GROUPS: tl.constexpr = BLOCK_COLS // GROUP
-    row_cols = (source.cols + GROUP - 1) // GROUP * GROUP
-    num_blocks = (row_cols + BLOCK_COLS - 1) // BLOCK_COLS
-    group = tl.program_id(0) // num_blocks
-    col = (tl.program_id(0) - group * num_blocks) * BLOCK_COLS
-    first, end = group_rows(source, group, CONFIG)
-
+def load_tile(source, first, end, col, CONFIG):
+    """32 rows from `first` and BLOCK_COLS columns from `col`, zeros from `end` on; and SwiGLU's."""
     lane = tl.arange(0, GROUP)
-    cols = col + tl.arange(0, BLOCK_COLS)
-    own_rows = (lane < end - first)[:, None]
-    own = own_rows & (cols < source.cols)[None, :]
+    cols = col + tl.arange(0, CONFIG.BLOCK_COLS)
+    own = (lane < end - first)[:, None] & (cols < source.cols)[None, :]
     tile = lane[:, None] * source.stride + cols[None, :]
     start = first.to(tl.int64) * source.stride
-    x = tl.load(source.ptr + start + tile, mask=own, other=0.0).to(tl.float32)
+    x = tl.load(source.ptr + start + tile, mask=own, other=0.0)
+    up = x
     if CONFIG.SWIGLU:
-        up = tl.load(source.up_ptr + start + tile, mask=own, other=0.0).to(tl.float32)
-        x = swiglu(x, up)
+        up = tl.load(source.up_ptr + start + tile, mask=own, other=0.0)
+    return x, up
 
-    here = lane[:, None] * source.cols + cols[None, :]
-    if CONFIG.ROWS:
-        elements, codes = quantize_rows(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
-        if copies.row_ptr.dtype.element_ty == tl.bfloat16:
-            values = dequantize_rows(elements, codes, CONFIG.FORMAT, CONFIG.TARGET)
-            pointers = copies.row_ptr + first.to(tl.int64) * source.cols + here
-            tl.store(pointers, to_bf16(values, CONFIG.TARGET), mask=own)
-        else:
-            kept = own_rows & (cols < row_cols)[None, :]
-            base = copies.row_ptr + first.to(tl.int64) * row_cols
-            tl.store(base + lane[:, None] * row_cols + cols[None, :], elements, mask=kept)
-            row_groups = row_cols // GROUP
-            group_cols = col // GROUP + tl.arange(0, BLOCK_GROUPS)
-            kept = own_rows & (group_cols < row_groups)[None, :]
-            base = copies.row_scale_ptr + first.to(tl.int64) * row_groups
-            tl.store(base + lane[:, None] * row_groups + group_cols[None, :], codes, mask=kept)
 
+@triton.jit
+def store_rows(x, source, copies, first, end, col, CONFIG):
+    """The row-wise copy of a tile, or its values."""
+    BLOCK_GROUPS: tl.constexpr = CONFIG.BLOCK_COLS // GROUP
+    lane = tl.arange(0, GROUP)
+    own_rows = (lane < end - first)[:, None]
+    cols = tl.max_contiguous(col + tl.arange(0, CONFIG.BLOCK_COLS), CONFIG.WIDTH)
+    elements, codes = quantize_rows(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
+    if copies.row_ptr.dtype.element_ty == tl.bfloat16:
+        values = dequantize_rows(elements, codes, CONFIG.FORMAT, CONFIG.TARGET)
+        pointers = copies.row_ptr + first.to(tl.int64) * source.cols
+        pointers += lane[:, None] * source.cols + cols[None, :]
+        own = own_rows & (cols < source.cols)[None, :]
+        tl.store(pointers, to_bf16(values, CONFIG.TARGET), mask=own)
+    else:
+        row_cols = (source.cols + GROUP - 1) // GROUP * GROUP
+        kept = own_rows & (cols < row_cols)[None, :]
+        base = copies.row_ptr + first.to(tl.int64) * row_cols
+        tl.store(base + lane[:, None] * row_cols + cols[None, :], elements, mask=kept)
+        row_groups = row_cols // GROUP
+        group_cols = col // GROUP + tl.arange(0, BLOCK_GROUPS)
+        kept = own_rows & (group_cols < row_groups)[None, :]
+        base = copies.row_scale_ptr + first.to(tl.int64) * row_groups
+        tl.store(base + lane[:, None] * row_groups + group_cols[None, :], codes, mask=kept)
+
+
+@triton.jit
+def store_columns(x, source, copies, first, end, group, col, CONFIG):
+    """The column-wise copy of a tile, or its values."""
+    lane = tl.arange(0, GROUP)
+    cols = tl.max_contiguous(col + tl.arange(0, CONFIG.BLOCK_COLS), CONFIG.WIDTH)
     inside = cols < source.cols
+    here = lane[:, None] * source.cols + cols[None, :]
     if CONFIG.COLUMNS == AS_SOURCE:
         elements, codes = quantize_columns(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
         if copies.column_ptr.dtype.element_ty == tl.bfloat16:
             values = dequantize_columns(elements, codes, CONFIG.FORMAT, CONFIG.TARGET)
             pointers = copies.column_ptr + first.to(tl.int64) * source.cols + here
+            own = (lane < end - first)[:, None] & inside[None, :]
             tl.store(pointers, to_bf16(values, CONFIG.TARGET), mask=own)
         else:
             base = copies.column_ptr + group.to(tl.int64) * GROUP * source.cols
             tl.store(base + here, elements, mask=inside[None, :])
             base = copies.column_scale_ptr + group.to(tl.int64) * source.cols
-            tl.store(base + cols, codes.reshape(BLOCK_COLS), mask=inside)
+            tl.store(base + cols, codes.reshape(CONFIG.BLOCK_COLS), mask=inside)
     if CONFIG.COLUMNS == TRANSPOSED:
         elements, codes = quantize_transposed(x, CONFIG.FORMAT, CONFIG.SCALING, CONFIG.TARGET)
         wide = cols.to(tl.int64) * copies.groups + group
         pointers = copies.column_ptr + (wide * GROUP)[:, None] + lane[None, :]
         tl.store(pointers, elements, mask=inside[:, None])
-        tl.store(copies.column_scale_ptr + wide, codes.reshape(BLOCK_COLS), mask=inside)
+        tl.store(copies.column_scale_ptr + wide, codes.reshape(CONFIG.BLOCK_COLS), mask=inside)
+
+
+@triton.jit
+def quantize_kernel(source, copies, CONFIG):
+    """A workgroup STEPS tiles of 32 rows; the tiles of a row of groups are neighbours."""
+    SPAN: tl.constexpr = CONFIG.BLOCK_COLS * CONFIG.STEPS
+    row_cols = (source.cols + GROUP - 1) // GROUP * GROUP
+    num_spans = (row_cols + SPAN - 1) // SPAN
+    group = tl.program_id(0) // num_spans
+    col = (tl.program_id(0) - group * num_spans) * SPAN
+    first, end = group_rows(source, group, CONFIG)
+    x, up = load_tile(source, first, end, col, CONFIG)
+    for step in range(CONFIG.STEPS):
+        next_x, next_up = x, up
+        if CONFIG.STEPS > 1:
+            # After the last tile nothing is loaded.
+            stop = tl.where(step + 1 < CONFIG.STEPS, end, first)
+            next_x, next_up = load_tile(source, first, stop, col + CONFIG.BLOCK_COLS, CONFIG)
+        wide = x.to(tl.float32)
+        if CONFIG.SWIGLU:
+            wide = swiglu(wide, up.to(tl.float32))
+        if CONFIG.ROWS:
+            store_rows(wide, source, copies, first, end, col, CONFIG)
+        store_columns(wide, source, copies, first, end, group, col, CONFIG)
+        x, up = next_x, next_up
+        col += CONFIG.BLOCK_COLS

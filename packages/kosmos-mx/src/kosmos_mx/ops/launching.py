@@ -15,6 +15,9 @@ from kosmos_core.launch import LAUNCHER
 # Columns of a tile of 32 rows: 64 elements a thread of four warps.
 BLOCK_COLS = 256
 NUM_WARPS = 4
+# Of a workgroup that quantises: tiles one beside another, and what a thread stores at once.
+STEPS = 1
+WIDTH = 8
 
 
 def runs_kernels(device: torch.device) -> bool:

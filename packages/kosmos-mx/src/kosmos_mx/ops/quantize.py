@@ -31,6 +31,8 @@ from kosmos_mx.kernels.quantize import (
 from kosmos_mx.ops.launching import (
     BLOCK_COLS,
     NUM_WARPS,
+    STEPS,
+    WIDTH,
     as_bytes,
     constants,
     launch,
@@ -41,6 +43,10 @@ from kosmos_mx.tensor import MXTensor
 
 SOURCES = (torch.bfloat16, torch.float32)
 SMALLEST_BLOCK_COLS = 32
+# Fewer workgroups than this would leave parts of a GPU idle at the end, or all along.
+MANY_WGS = 2048
+# Columns, warps, steps and width of a workgroup, as `QuantizeConfig` has them.
+Tile = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class _Wanted:
     target: int | None
     row_values: bool = False
     column_values: bool = False
-    tile: tuple[int, int] = (BLOCK_COLS, NUM_WARPS)
+    tile: Tile | None = None
 
 
 def quantize(
@@ -70,7 +76,7 @@ def quantize(
     transposed: bool = False,
     values: str | None = None,
     target: int | None = None,
-    tile: tuple[int, int] | None = None,
+    tile: Tile | None = None,
 ) -> Any:
     """MXFP8 copies of a matrix, made in one pass over it.
 
@@ -90,8 +96,9 @@ def quantize(
             `MXTensor.dequantize` gives them: for a GEMM whose matrix units take no scales.
         target: vendor constant of the device functions, to run another vendor's code path. [this
             device's]
-        tile: most columns (a power of two from 32 on) and warps of a workgroup, to measure others
-            than the default; a tile has 32 rows.
+        tile: most columns of a tile (a power of two from 32 on), which has 32 rows; warps of a
+            workgroup; tiles of it; elements that a thread stores at once: to measure others than
+            the default.
 
     Returns:
         `MXTensor`, or values, or for "both" a pair of them, row-wise and column-wise.
@@ -208,14 +215,14 @@ def _with_values(wanted: _Wanted, values: str) -> _Wanted:
     return replace(wanted, row_values=rows, column_values=columns)
 
 
-def _tile(tile: tuple[int, int]) -> tuple[int, int]:
-    cols, warps = tile
-    if cols < SMALLEST_BLOCK_COLS or cols & (cols - 1) or warps < 1 or warps & (warps - 1):
+def _tile(tile: Tile) -> Tile:
+    if len(tile) != 4 or min(tile) < 1 or any(part & (part - 1) for part in tile):
         raise ArgumentError(
-            f"tile: got {tile}, wanted columns and warps, powers of two, columns from "
-            f"{SMALLEST_BLOCK_COLS} on"
+            f"tile: got {tile}, wanted columns, warps, steps and width, powers of two"
         )
-    return cols, warps
+    if tile[0] < SMALLEST_BLOCK_COLS:
+        raise ArgumentError(f"tile: got {tile[0]} columns, wanted {SMALLEST_BLOCK_COLS} or more")
+    return tile
 
 
 def _make(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[torch.Tensor]:
@@ -268,9 +275,13 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
     columns = NO_COLUMNS
     if wanted.columns:
         columns = TRANSPOSED if wanted.transposed else AS_SOURCE
-    width, num_warps = wanted.tile
-    while width > SMALLEST_BLOCK_COLS and width // 2 >= padded(cols):
-        width //= 2
+    block, num_warps, steps, width = wanted.tile or (BLOCK_COLS, NUM_WARPS, STEPS, WIDTH)
+    while block > SMALLEST_BLOCK_COLS and block // 2 >= padded(cols):
+        block //= 2
+    blocks = -(-padded(cols) // block)
+    if wanted.tile is None:
+        while steps > 1 and (steps // 2 >= blocks or groups * -(-blocks // steps) < MANY_WGS):
+            steps //= 2
     table = None if wanted.uniform is not None else _table(wanted.segments, x.device)
     segment_rows = max(1, wanted.uniform or 1)
     config = constants(
@@ -281,7 +292,9 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
         SCALING=SCALINGS[wanted.scaling],
         SWIGLU=int(up is not None),
         SEGMENTS=0 if table is None else 1 << len(wanted.segments).bit_length(),
-        BLOCK_COLS=width,
+        BLOCK_COLS=block,
+        STEPS=steps,
+        WIDTH=width,
         TARGET=target_of(x.device) if wanted.target is None else wanted.target,
     )
     source = Source(
@@ -295,7 +308,7 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
         table_ptr=empty if table is None else table,
     )
     copies = Copies(made[0], made[1], made[2], made[3], groups)
-    num_wgs = groups * -(-padded(cols) // width)
+    num_wgs = groups * -(-blocks // steps)
     args = (source, copies, config)
     launch(quantize_kernel, num_wgs, args, x.device, num_warps=num_warps)
     return made[: 4 if wanted.columns else 2] if wanted.rows else made[2:]
