@@ -293,6 +293,20 @@ def test_control_flow_and_scalar_arguments(launch):
 
 
 @triton.jit
+def k_annotated_while(o, n):
+    i = n * 0
+    while tl.condition(i * i < n, disable_licm=True):
+        i += 1
+    tl.store(o, i)
+
+
+def test_a_condition_may_tell_the_compiler_about_its_loop(launch):
+    o = torch.zeros(1, dtype=I32)
+    launch(k_annotated_while, (1,), o, 17)
+    assert o.item() == 5
+
+
+@triton.jit
 def k_division(x, y, q, r, N: tl.constexpr):
     i = tl.arange(0, N)
     a = tl.load(x + i)

@@ -115,3 +115,6 @@ def moe(
     call = MoeCall(workspace, router, options)
     ids, weights = routing or (None, None)
     return call(x, router_weight, w1, w2, bias, padding, ids, weights, *(shared or (None, None)))
+
+
+__all__ = ["MoeCall", "MoeOptions", "moe"]

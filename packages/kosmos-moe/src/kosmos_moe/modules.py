@@ -7,8 +7,7 @@ from kosmos_core.errors import ArgumentError
 from kosmos_core.worlds import World
 from torch import nn
 
-from kosmos_moe.functions import MoeCall
-from kosmos_moe.ops.options import MoeOptions
+from kosmos_moe.functions import MoeCall, MoeOptions
 from kosmos_moe.router import RouterOptions
 from kosmos_moe.workspaces import MoEWorkspace
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kosmos_core.device import barrier, flags
+from kosmos_core.device import barrier
+from kosmos_core.testing import defects
 
 from kosmos_moe.cli.plants import Plant
 from kosmos_moe.device import (
@@ -55,12 +56,7 @@ _ROUTE = [
             (route.route, "arrivals = size.route_blocks + 1", "arrivals = size.route_blocks"),
         ),
     ),
-    Plant(
-        "election_without_release",
-        "claims",
-        "the last arriver is elected with an acquire only",
-        ((barrier.elect_last, 'sem="acq_rel"', 'sem="acquire"'),),
-    ),
+    Plant(*defects.ELECTION_WITHOUT_RELEASE),
 ]
 
 _PLAN = [
@@ -87,18 +83,8 @@ _PLAN = [
             ),
         ),
     ),
-    Plant(
-        "start_relaxed",
-        "publish",
-        "a start word is published relaxed",
-        ((barrier.start_publish, 'sem="release"', 'sem="relaxed"'),),
-    ),
-    Plant(
-        "start_gpu_scope",
-        "scope",
-        "a start word is published with scope gpu",
-        ((barrier.start_publish, 'sem="release", scope="sys"', 'sem="release", scope="gpu"'),),
-    ),
+    Plant(*defects.START_RELAXED),
+    Plant(*defects.START_GPU_SCOPE),
     Plant(
         "counts_not_awaited",
         "start and end",
@@ -133,46 +119,18 @@ _PLAN = [
         capacity=0.5,
     ),
     Plant(
-        "set_not_zeroed",
-        "epochs",
-        "counters of the call before last are left as they are",
-        (
-            (
-                barrier.call_clean,
-                "zero_words(other_ptr, ctx.SET_WORDS, SET_GRANULE)",
-                "zero_words(other_ptr, 0, SET_GRANULE)",
-            ),
-        ),
+        *defects.SET_NOT_ZEROED,
         tokens=SAME,
     ),
     Plant(
-        "arrivals_not_zeroed",
-        "epochs",
-        "rows counted in by peers in the call before last are left as they are",
-        (
-            (
-                barrier.call_clean,
-                "zero_words(arrival_ptr, ctx.ARRIVAL_WORDS, SET_GRANULE)",
-                "zero_words(arrival_ptr, 0, SET_GRANULE)",
-            ),
-        ),
+        *defects.ARRIVALS_NOT_ZEROED,
         tokens=SAME,
     ),
 ]
 
 _DISPATCH = [
-    Plant(
-        "no_barrier",
-        "publish",
-        "no barrier between a workgroup's stores and the release that announces them",
-        ((flags.publish, "tl.debug_barrier()", "pass"),),
-    ),
-    Plant(
-        "arrival_relaxed",
-        "publish",
-        "rows are counted in with a relaxed atomic instead of a release",
-        ((flags.flag_arrive, 'sem="release"', 'sem="relaxed"'),),
-    ),
+    Plant(*defects.NO_BARRIER),
+    Plant(*defects.ARRIVAL_RELAXED),
     Plant(
         "arrival_gpu_scope",
         "scope",

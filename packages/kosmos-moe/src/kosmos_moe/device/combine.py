@@ -28,7 +28,8 @@ from kosmos_core.device.trace import COMBINE, trace_begin, trace_end
 from kosmos_moe.device.config import FIXED, PLANNED, TWO_WAY
 from kosmos_moe.device.dispatch import unit_of
 from kosmos_moe.device.expert_gemm import all_views, build_forward
-from kosmos_moe.device.gradient import build_gradient, gradient_views, num_wgrads
+from kosmos_moe.device.gradient import build_gradient, num_wgrads
+from kosmos_moe.device.gradient_tiles import gradient_views
 from kosmos_moe.device.layout import (
     COMBINE_QUEUE,
     COMBINE_UNITS,

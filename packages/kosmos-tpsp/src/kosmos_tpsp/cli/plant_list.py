@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kosmos_core.device import barrier, flags, queue, roles
+from kosmos_core.testing import defects
 
 from kosmos_tpsp.cli.plant_list_bulk_ag import BESIDE_PLANTS
 from kosmos_tpsp.cli.plant_list_bulk_rs import BULK_RS_PLANTS
@@ -22,17 +23,9 @@ SAME = ((40, 32, 32),) * 4
 CROWDED = {"slots": 1, "start": "descending"}
 
 _PUBLISH = [
+    Plant(*defects.NO_BARRIER),
     Plant(
-        "no_barrier",
-        "publish",
-        "no barrier between a workgroup's stores and the release that announces them",
-        ((flags.publish, "tl.debug_barrier()", "pass"),),
-    ),
-    Plant(
-        "arrival_relaxed",
-        "publish",
-        "an arrival is counted with a relaxed atomic instead of a release",
-        ((flags.flag_arrive, 'sem="release"', 'sem="relaxed"'),),
+        *defects.ARRIVAL_RELAXED,
         choices=PULL,
     ),
     Plant(
@@ -59,18 +52,10 @@ _PUBLISH = [
         choices=PUSH,
     ),
     Plant(
-        "start_relaxed",
-        "publish",
-        "a start word is published relaxed",
-        ((barrier.start_publish, 'sem="release"', 'sem="relaxed"'),),
+        *defects.START_RELAXED,
         choices=PULL,
     ),
-    Plant(
-        "start_gpu_scope",
-        "scope",
-        "a start word is published with scope gpu",
-        ((barrier.start_publish, 'sem="release", scope="sys"', 'sem="release", scope="gpu"'),),
-    ),
+    Plant(*defects.START_GPU_SCOPE),
 ]
 
 _CONSUME = [
@@ -175,17 +160,11 @@ _CONSUME = [
 
 _EPOCHS = [
     Plant(
-        "set_not_zeroed",
-        "epochs",
-        "the counter set of the next call is not zeroed",
-        ((barrier.call_clean, "zero_words(other_ptr, ctx.SET_WORDS, SET_GRANULE)", "pass"),),
+        *defects.SET_NOT_ZEROED,
         each=({"cap": 2}, {}, {}),
     ),
     Plant(
-        "arrivals_not_zeroed",
-        "epochs",
-        "the counters that peers add to are not zeroed",
-        ((barrier.call_clean, "zero_words(arrival_ptr, ctx.ARRIVAL_WORDS, SET_GRANULE)", "pass"),),
+        *defects.ARRIVALS_NOT_ZEROED,
         choices=PUSH,
     ),
     Plant(
@@ -362,10 +341,7 @@ _ROLES = [
         shapes=((24, 32, 128),) * 2,
     ),
     Plant(
-        "election_without_release",
-        "claims",
-        "workgroups count themselves in without releasing what they have stored",
-        ((barrier.elect_last, 'sem="acq_rel"', 'sem="acquire"'),),
+        *defects.ELECTION_WITHOUT_RELEASE,
         choices={"split_k": 4},
         shapes=((24, 32, 128),) * 2,
     ),
