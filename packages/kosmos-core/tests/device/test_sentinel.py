@@ -64,6 +64,9 @@ def exchange(world, rank, x, *, sends=True, poisons=True, timeout_s=120.0, sourc
     world.executor.sentinel(own, PATTERN)
     if poisons:
         world.launch(poison_kernel, 1, (own, own.numel(), 32), None, num_warps=1, num_stages=1)
+    else:
+        # Fresh memory may be another test's, which has left poison in it.
+        own.zero_()
     world.barrier()
     out = torch.zeros(ROWS, COLS, dtype=torch.bfloat16)
     workspace.begin("exchange", 7)
