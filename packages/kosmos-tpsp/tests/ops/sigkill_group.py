@@ -1,7 +1,8 @@
 """Program for one process of a group that torchrun does not watch; one of them kills itself.
 
-`python sigkill_group.py RANK SIZE STORE VICTIM OP` prints one JSON object from each rank that is
-left. The ranks meet at the file STORE. GPUs are used where there are enough of them, else gloo.
+`python sigkill_group.py RANK SIZE STORE VICTIM OP WHEN` prints one JSON object from each rank that
+is left. The ranks meet at the file STORE. WHEN: "before" a call, or "during" one that is launched.
+GPUs are used where there are enough of them, else gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOKENS, N, OTHER = 1024, 256, 264
 
 def main() -> None:
     rank, size, victim = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
-    store, op = sys.argv[3], sys.argv[5]
+    store, op, when = sys.argv[3], sys.argv[5], sys.argv[6]
     on_gpus = torch.cuda.device_count() >= size
     if on_gpus:
         torch.cuda.set_device(rank)
@@ -48,11 +49,16 @@ def main() -> None:
         call()
     world.barrier()
     if rank == victim:
+        if when == "during":
+            driver.op(*given, workspace, options=options)
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     found: dict[str, Any] = {"world": world.describe(), "error": "", "text": ""}
     try:
-        call()
+        # The victim's last call may have come to its end.
+        for _ in range(1 + (when == "during")):
+            begin = time.monotonic()
+            call()
     except RuntimeError as error:  # a `KosmosError` is one, too
         found |= {"error": type(error).__name__, "text": str(error)}
     found["seconds"] = time.monotonic() - begin

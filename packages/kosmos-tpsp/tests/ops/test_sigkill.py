@@ -18,12 +18,14 @@ PROGRAM = Path(__file__).parent / "sigkill_group.py"
 TIMEOUT_S, GRACE_S = 3.0, 5.0
 
 
-def kill(victim: int, size: int, op: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
+def kill(
+    victim: int, size: int, op: str, folder: Path, when: str = "before", **environment: str
+) -> list[dict[str, Any]]:
     """What each rank that is left printed before it ended by itself."""
     group = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), str(size), str(folder / "store"),
-             str(victim), op],
+             str(victim), op, when],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,10 +56,12 @@ def test_the_others_raise_and_end_in_a_gloo_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi_gpu(2)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "when"), [(1, "before"), (0, "during")])
 @pytest.mark.parametrize("op", DRIVERS)
-def test_the_other_raises_within_the_bound_and_ends(op: str, victim: int, tmp_path: Path) -> None:
-    (found,) = kill(victim, 2, op, tmp_path)
+def test_the_other_raises_within_the_bound_and_ends(
+    op: str, victim: int, when: str, tmp_path: Path
+) -> None:
+    (found,) = kill(victim, 2, op, tmp_path, when)
     assert found["world"] == "group"
     assert found["error"] == "PeerTimeoutError"
     assert f"for rank {victim}" in found["text"]
