@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kosmos_core.errors import ArgumentError, PeerError
+from kosmos_core.executor import DataRace
 from kosmos_core.testing.schedules import Schedule
 from kosmos_core.worlds import World, cpu_world, reference_world
 from kosmos_tpsp import (
@@ -261,3 +262,29 @@ def test_what_an_earlier_call_handed_over_is_refused_as_is_a_view_of_the_last(
 
     wanted = "dx: got memory of the handover that bulk_ag did not give last"
     assert on_cpu(2, host) == [[wanted] * 3] * 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_caller_that_writes_to_what_was_handed_over_races_with_peers(waits: bool) -> None:
+    def host(rank: int, world: World) -> None:
+        x, dy, w = (torch.ones(s).bfloat16() for s in ((40, 40), (120, 16), (16, 40)))
+        workspace = TpSpWorkspace(world, 120, 40)
+        for _ in range(2):
+            gathered, dx = bulk_ag(x, dy, w, workspace)
+            shard, _ = bulk_rs(dx, dy, gathered, workspace)
+            workspace.synchronize()
+            if waits:
+                # Whoever makes another call has left those before it.
+                workspace.agree("between", 0)
+            dx.zero_()
+            assert shard.eq(48).all()
+        workspace.destroy()
+
+    for seed in range(2):
+        schedule = Schedule.draw(seed, 3, 3)
+        with cpu_world(3, wgs=3, jump_clock=False, **schedule.options()) as world:
+            if waits:
+                world.spmd(host, world)
+            else:
+                with pytest.raises(DataRace, match="handover"):
+                    world.spmd(host, world)
