@@ -7,7 +7,13 @@ from kosmos_heuristics.draft import TILE_FIELDS, Draft, crew_given
 from kosmos_heuristics.gemm_rs import UNIT_ROWS, set_unit
 from kosmos_heuristics.machine import TRANSPORTS, Machine
 from kosmos_heuristics.parts import TileShape
-from kosmos_heuristics.problems import BulkAgProblem, BulkRsProblem, TpProblem, wire_bytes
+from kosmos_heuristics.problems import (
+    MX_BLOCK,
+    BulkAgProblem,
+    BulkRsProblem,
+    TpProblem,
+    wire_bytes,
+)
 from kosmos_heuristics.reducers import saturating_reducers
 from kosmos_heuristics.tiles import (
     FULL_WAVE,
@@ -161,8 +167,10 @@ def _set_sweep(draft: Draft) -> None:
 def _set_copies(draft: Draft, problem: BulkAgProblem, way: str) -> None:
     machine = draft.machine
     row_bytes = max(1, wire_bytes(problem.n, problem.dtype))
-    rows = machine.tile_row_rows
-    while rows > 1 and rows * row_bytes > 2 * UNIT_BYTES:
+    # Groups of a column-wise copy are moved whole.
+    least = MX_BLOCK if problem.dtype == "mxfp8" else 1
+    rows = max(machine.tile_row_rows, least)
+    while rows > least and rows * row_bytes > 2 * UNIT_BYTES:
         rows //= 2
     rule = f"power of two, at most {UNIT_BYTES >> 9} KiB or a tile row: nothing waits for a unit"
     draft.set("unit_rows", rows, rule, _EXTRAPOLATED)

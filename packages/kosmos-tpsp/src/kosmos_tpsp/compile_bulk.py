@@ -30,6 +30,7 @@ from kosmos_tpsp.device.config import (
     PULL,
     PUSH,
     REDUCE_ONLY,
+    UNPACKED,
     BulkAgConfig,
     BulkAgOperands,
     BulkRsConfig,
@@ -39,8 +40,11 @@ from kosmos_tpsp.device.config import (
 from kosmos_tpsp.kernels.bulk_ag import bulk_ag_kernel
 from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
 from kosmos_tpsp.ops.bulk_rs import reduce_elements
+from kosmos_tpsp.ops.mx import has_mx
 
-AG_OPERANDS = BulkAgOperands._make(["*bf16"] * 6 + ["*fp32"])
+AG_OPERANDS = BulkAgOperands._make(["*bf16"] * 7 + ["*fp32"])
+MX_OPERANDS = AG_OPERANDS._replace(x_ptr="*u8", x_scale_ptr="*u8")
+MX = {"FORMAT": UNPACKED, "COLUMN_WISE": 1}
 AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 UNEVEN = {"EVEN_K": 0, "EVEN_N": 0}
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
@@ -71,6 +75,7 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "PHASE": FUSED,
             "HANDOVER": 1,
             "FORMAT": BF16,
+            "COLUMN_WISE": 0,
             "SCATTERS": 0,
             "SLICES": 4,
             "GROUP_M": 8,
@@ -96,14 +101,23 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             ({"CLAIM_RUN": 1}, 2, 0),
             ({}, 2, 1024),
         ]
+        if has_mx():
+            variants += [
+                *(({**MX, "TRANSPORT": t}, 2, 0) for t in (PULL, PUSH)),
+                *(({**MX, "TRANSPORT": t, "POLICY": TWO_WAY}, 8, 0) for t in (PULL, PUSH)),
+                ({**MX, "PHASE": GATHER_ONLY}, 2, 0),
+                ({**MX, **UNEVEN, **ROWS_OF_8}, 2, 0),
+                ({**MX, "HANDOVER": 0}, 1, 0),
+            ]
         if tile is not machine.tile:
             variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
         for changes, world, trace in variants:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
             config = {**base, **changes, **copy_constants(machine, transport)}
             rows_of = config.pop("ROWS_OF", 16)
+            unpacks = config["FORMAT"] is UNPACKED
             yield case(
-                bulk_ag_kernel, target, tile, AG_OPERANDS, AG_COUNTS,
+                bulk_ag_kernel, target, tile, MX_OPERANDS if unpacks else AG_OPERANDS, AG_COUNTS,
                 constexprs(BulkAgConfig, config), changes, world, trace, rows_of,
                 _expected(target, config, world),
             )  # fmt: skip
@@ -116,10 +130,12 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
     builds = config["PHASE"] is not GATHER_ONLY
     pushes = config["TRANSPORT"] is PUSH
     arrives = peers and gathers
+    unpacks = gathers and config["FORMAT"] is UNPACKED
     return Expectations(
         release_sys=(1 + (arrives and pushes)) if peers else 0,
-        release_gpu=1 + (arrives and not pushes),
+        release_gpu=1 + (unpacks or (arrives and not pushes)),
         acquire_sys=1 + (arrives and pushes) if peers else 0,
+        keeps_subnormals=unpacks,
         # Movers and whoever completes the gather output hold COPY_DEPTH + 1 steps a thread.
         wide_load=3 if gathers else 0,
         mma=1 if builds else 0,

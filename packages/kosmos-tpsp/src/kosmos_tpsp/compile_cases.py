@@ -77,6 +77,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         base: dict[str, Any] = {
             **tile_constants(machine, tile),
             "FORMAT": BF16,
+            "COLUMN_WISE": 0,
             "ROW_SHIFT": 3,
             "TRANSPORT": PUSH,
             "LAYOUT": 0,

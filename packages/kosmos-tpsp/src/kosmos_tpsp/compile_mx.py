@@ -40,6 +40,7 @@ def mx_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
     for form in FORMS[target]:
         base: dict[str, Any] = {
             "FORMAT": form,
+            "COLUMN_WISE": 0,
             "ROW_SHIFT": 9,
             "TRANSPORT": PUSH,
             "LAYOUT": 0,

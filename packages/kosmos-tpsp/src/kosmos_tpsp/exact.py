@@ -76,7 +76,8 @@ def gemm_rs(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]
 def bulk_ag(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:
     """The gathered rows, and the product beside them."""
     product = draw("dy", rank).double() @ draw("w", rank).double()
-    return {"gathered": Wanted.rows(gathered(draw, "x", size)), "dx": Wanted.of(product)}
+    rows = gathered(draw, "x", size).to(torch.bfloat16)
+    return {"gathered": Wanted.rows(rows), "dx": Wanted.of(product)}
 
 
 def bulk_rs(draw: Draw, rank: int, size: int, options: Any) -> dict[str, Wanted]:

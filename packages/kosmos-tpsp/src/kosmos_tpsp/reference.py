@@ -68,12 +68,12 @@ def gemm_rs(x: torch.Tensor, w: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def bulk_ag(
-    x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, world: World
+    x: Any, dy: torch.Tensor, w: torch.Tensor, world: World
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All-gather of the input of a column-parallel linear, and the gradient of that input.
 
     Args:
-        x: [m / world size, n], this rank's rows.
+        x: [m / world size, n], this rank's rows; a matrix, or one in MXFP8 along its columns.
         dy: [m, k], gradient of all rows of this rank's part of the output.
         w: [k, n].
         world: the ranks.
@@ -84,7 +84,7 @@ def bulk_ag(
 
     Communication: one all-gather of x.
     """
-    return world.all_gather_tensor(x), dy @ w
+    return plain(gather(x, world)), dy @ w
 
 
 def bulk_rs(

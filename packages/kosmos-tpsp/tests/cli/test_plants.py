@@ -58,4 +58,4 @@ def test_mutations_are_of_shipped_functions() -> None:
         for mutation in plant.mutations():
             assert isinstance(mutation, Mutation)
             module = mutation.fn.__module__
-            assert module.startswith(("kosmos_core.device.", "kosmos_tpsp."))
+            assert module.startswith(("kosmos_core.device.", "kosmos_mx.device.", "kosmos_tpsp."))

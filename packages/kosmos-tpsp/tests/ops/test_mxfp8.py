@@ -23,12 +23,21 @@ from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.cli.rig import Rig, Run, run_on_cpu
 from kosmos_tpsp.ops import mx
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag
+from kosmos_tpsp.ops.bulk_rs import BulkRsOptions, bulk_rs
+from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 OnCpu = Callable[..., list[Any]]
 # (rows of a rank, n, k): ragged everywhere, a contraction that is padded, several tile rows.
 SHAPES = ((40, 40, 64), (5, 24, 40), (72, 8, 8))
 WORLDS = [(ranks, t) for ranks in (1, 2, 3, 4) for t in ("pull", "push")]
+
+
+def run_calls(ranks: int, seed: int, calls: list[Call], **choices: Any) -> Run:
+    """One schedule of these calls, the first of them once more at the end."""
+    rig = Rig([*calls, calls[0]], seed)
+    return run_on_cpu(ranks, rig, Schedule.draw(seed, ranks, 4), wgs=4, **choices)
 
 
 def run(ranks: int, seed: int, shapes: tuple[Any, ...] = SHAPES, **choices: Any) -> Run:
@@ -84,6 +93,42 @@ def test_the_dequantised_input_is_returned_where_that_is_asked_for(transport: st
     for ranks in (1, 3):
         found = run(ranks, ranks, SHAPES[:2], keep_gathered=True, transport=transport)
         assert found.problems == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "transport", "policy", "vendor"),
+    [
+        (1, "push", "one_way", "nvidia"),
+        (2, "push", "two_way", "amd"),
+        (2, "pull", "serial", "nvidia"),
+        (3, "push", "fixed", "nvidia"),
+        (3, "pull", "one_way", "amd"),
+        (4, "push", "serial", "nvidia"),
+    ],
+)
+def test_columns_are_gathered_beside_a_gemm(
+    ranks: int, transport: str, policy: str, vendor: str
+) -> None:
+    options = BulkAgOptions(transport=transport, policy=policy)
+    calls = [
+        Call(rows * ranks, n, k, data, options, dtype)
+        for data, (rows, n, k, dtype) in enumerate(
+            ((64, 40, 40, "mxfp8"), (40, 24, 24, "bf16"), (32, 72, 8, "mxfp8"))
+        )
+    ]
+    found = run_calls(ranks, ranks, calls, vendor=vendor)
+    assert found.problems == []
+    assert {verdict.path for verdict in found.verdicts} == {"fused"}
+
+
+def test_reductions_take_the_values_of_local_operands() -> None:
+    calls = [
+        Call(48, 40, 40, 0, GemmRsOptions(), "mxfp8"),
+        Call(24, 40, 40, 1, BulkRsOptions(), "mxfp8"),
+        Call(24, 24, 64, 2, GemmRsOptions(), "mxfp8"),
+        Call(24, 24, 66, 3, BulkRsOptions(), "mxfp8"),
+    ]
+    assert run_calls(2, 3, calls).problems == []
 
 
 ROWS, N, K = 40, 24, 96
@@ -254,6 +299,28 @@ BAD: dict[str, tuple[Callable[[TpSpWorkspace], Any], str]] = {
         lambda ws: ag_gemm(X, W, ws, keep_gathered=True, block_scaled=True),
         "keep_gathered: got True for MXFP8 that is multiplied as it is",
     ),
+    "row-wise x of bulk_ag": (
+        lambda ws: bulk_ag(X, torch.ones(ROWS, 8).bfloat16(), torch.ones(8, K).bfloat16(), ws),
+        "x: got a row-wise copy, wanted the col-wise one, whose groups lie along the tokens",
+    ),
+    "rows of half a group": (
+        lambda ws: bulk_ag(
+            mx.zeros((ROWS, K), "col", CPU), torch.ones(ROWS, 32).bfloat16(),
+            torch.ones(32, K).bfloat16(), ws,
+        ),
+        "x: got 40 rows on each rank, wanted a multiple of 32",
+    ),
+    "bf16 x of bulk_ag": (
+        lambda ws: bulk_ag(torch.ones(ROWS, N).bfloat16(), X, W.t(), ws),
+        "dy: got MXFP8 beside a bf16 x",
+    ),
+    "column-wise w of gemm_rs": (
+        lambda ws: gemm_rs(X, mx.zeros((N, K), "col", CPU), ws), "w: got a col-wise copy"
+    ),
+    "row-wise x of bulk_rs": (
+        lambda ws: bulk_rs(torch.ones(ROWS, K).bfloat16(), torch.ones(ROWS, 8).bfloat16(), X, ws),
+        "x: got a row-wise copy, wanted the col-wise one",
+    ),
     "not a flag": (lambda ws: ag_gemm(X, W, ws, block_scaled=1), "block_scaled: got 1"),
     "out over x": (
         lambda ws: ag_gemm(
@@ -295,7 +362,7 @@ SHARED = [
 
 @pytest.mark.parametrize("plant", SHARED)
 def test_defects_of_the_bf16_kernel_show_in_mxfp8(plant: Plant) -> None:
-    plant = replace(plant, dtype="mxfp8")
+    plant = plant.in_mxfp8()
     caught = plant.catch()
     assert caught is not None
     assert re.fullmatch(r"rank\d\.wg\d", caught.wg), caught.report

@@ -62,3 +62,60 @@ def move_groups(
         else:
             elements = following
             codes = following_codes
+
+
+@triton.jit
+def load_column_groups(ptr, scale_ptr, step, blocks, cols, limit, COLS: tl.constexpr):
+    """Elements [32, COLS] and codes [COLS], uint8, of groups that lie along columns.
+
+    Step `step` is of a row of groups, `blocks` steps a row; past `limit` there is none.
+    """
+    band = step // blocks
+    col = (step - band * blocks) * COLS + tl.arange(0, COLS)
+    inside = (col < cols) & (step < limit)
+    offsets = (band * GROUP + tl.arange(0, GROUP))[:, None] * cols + col[None, :]
+    elements = tl.load(ptr + offsets, mask=inside[None, :], other=0)
+    return elements, tl.load(scale_ptr + band * cols + col, mask=inside, other=0)
+
+
+@triton.jit
+def unpack_columns(
+    src_ptr,
+    src_scale_ptr,
+    dst_ptr,
+    bands,
+    cols,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Dequantises whole rows of `bands` rows of groups that lie along columns, to bf16.
+
+    src_ptr: [bands * 32, cols], its scales [bands, cols].
+    DEPTH: as in `move_groups`.
+    """
+    blocks = (cols + COLS - 1) // COLS
+    steps = bands * blocks
+    elements, codes = load_column_groups(src_ptr, src_scale_ptr, 0, blocks, cols, steps, COLS)
+    if DEPTH == 2:
+        second, second_codes = load_column_groups(
+            src_ptr, src_scale_ptr, 1, blocks, cols, steps, COLS
+        )
+    for step in range(steps):
+        following, following_codes = load_column_groups(
+            src_ptr, src_scale_ptr, step + DEPTH, blocks, cols, steps, COLS
+        )
+        band = step // blocks
+        col = (step - band * blocks) * COLS + tl.arange(0, COLS)
+        offsets = (band * GROUP + tl.arange(0, GROUP))[:, None] * cols + col[None, :]
+        code = codes.to(tl.int32)[None, :]
+        value = to_bf16(dequantize_groups(elements, code, E4M3, TARGET), TARGET)
+        tl.store(dst_ptr + offsets, value, mask=(col < cols)[None, :])
+        if DEPTH == 2:
+            elements = second
+            codes = second_codes
+            second = following
+            second_codes = following_codes
+        else:
+            elements = following
+            codes = following_codes

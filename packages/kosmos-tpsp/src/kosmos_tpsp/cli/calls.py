@@ -153,9 +153,12 @@ class Operands:
         On data of odd numbers a local operand comes as values, where an op takes those.
         """
         drawn = {name: self._one(call, name, rank) for name in call.driver.operands}
-        if call.data % 2 and call.dtype == "mxfp8" and not call.options.block_scaled:
-            for name in list(drawn)[1:]:
-                drawn[name] = mx.as_operand(drawn[name], scaled=False)
+        scaled = getattr(call.options, "block_scaled", None)
+        if call.data % 2 and call.dtype == "mxfp8" and not scaled:
+            for name in drawn.keys() - {call.driver.carries}:
+                # Beside one that crosses ranks they are padded as that is.
+                padding = bool(call.driver.carries)
+                drawn[name] = mx.as_operand(drawn[name], False, padding)
         return drawn
 
     def memory(self, call: Call, fill: float = float("nan")) -> dict[str, torch.Tensor]:

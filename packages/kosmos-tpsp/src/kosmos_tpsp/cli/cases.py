@@ -16,12 +16,16 @@ def _odd_multiple(value: int) -> int:
     return ((value // ALIGNED - 1) | 1) * ALIGNED if value >= 2 * ALIGNED else ALIGNED
 
 
-def shapes(driver: Driver, wanted: Shape, size: int) -> list[Shape]:
-    """The shape, an odd one of about two thirds of it in each dimension, and one token a rank."""
+def shapes(driver: Driver, wanted: Shape, size: int, dtype: str = "bf16") -> list[Shape]:
+    """The shape, an odd one of about two thirds of it in each dimension, and one token a rank.
+
+    Where a rank's tokens are whole groups, those are counted instead.
+    """
+    granule = driver.granule(dtype)
     tokens, n, other = driver.num_tokens(wanted), wanted[1], driver.other_of(wanted)
-    rows = (tokens // size * 2 // 3) | 1
+    rows = ((tokens // size // granule * 2 // 3) | 1) * granule
     odd = driver.shape_of(rows * size, _odd_multiple(n * 2 // 3), _odd_multiple(other * 2 // 3))
-    return list(dict.fromkeys([wanted, odd, driver.shape_of(size, ALIGNED, ALIGNED)]))
+    return list(dict.fromkeys([wanted, odd, driver.shape_of(size * granule, ALIGNED, ALIGNED)]))
 
 
 def sequence(wanted: list[Shape], calls: int, options: Any, dtype: str = "bf16") -> list[Call]:

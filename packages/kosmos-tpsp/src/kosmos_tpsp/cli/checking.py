@@ -59,7 +59,7 @@ def run_request(request: Request) -> tuple[Report, bool]:
 
 
 def _rig(request: Request, options: Any) -> Rig:
-    wanted = shapes(DRIVERS[request.op], request.shape, request.size)
+    wanted = shapes(DRIVERS[request.op], request.shape, request.size, request.dtype)
     calls = sequence(wanted, request.calls, options, request.dtype)
     # One run's own repetitions; the schedules of the executor are compared with each other, too.
     again = {call for call, count in Counter(calls).items() if count > 1}
@@ -97,7 +97,7 @@ def _replay(request: Request, schedule: Schedule) -> str:
 
 def _summary(request: Request, options: Any, runs: list[Run]) -> Report:
     report = Report()
-    for shape in shapes(DRIVERS[request.op], request.shape, request.size):
+    for shape in shapes(DRIVERS[request.op], request.shape, request.size, request.dtype):
         call = Call(*shape, 0, options, request.dtype)
         report.cases.append(
             case_of(

@@ -25,7 +25,7 @@ CPU_WGS = 4
 
 def check_killed_rank(request: Request, options: Any, world: World | None) -> Report:
     """Report of one case, the wanted shape with a rank that fails; no `world`: the executor."""
-    found_shapes = shapes(DRIVERS[request.op], request.shape, request.size)
+    found_shapes = shapes(DRIVERS[request.op], request.shape, request.size, request.dtype)
     calls = [Call(*shape, 0, options, request.dtype) for shape in (found_shapes * 2)[:2]]
     trouble = Trouble(calls, request.kill_rank or 0, "killed", request.seed)
     runs: list[Run] = []

@@ -14,6 +14,7 @@ from kosmos_tpsp.cli.plant_list_rs import SCATTER_PLANTS
 from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.device import build, gather, gathered
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
+from kosmos_tpsp.ops.mx import has_mx
 
 PULL = {"transport": "pull"}
 PUSH = {"transport": "push"}
@@ -439,7 +440,7 @@ PLANTS: dict[str, Plant] = {
         BESIDE_PLANTS,
         BULK_RS_PLANTS,
         COLUMN_PLANTS,
-        MX_PLANTS,
+        MX_PLANTS if has_mx() else [],
     )
     for plant in plants
 }  # fmt: skip

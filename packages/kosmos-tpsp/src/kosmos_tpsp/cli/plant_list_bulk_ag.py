@@ -60,8 +60,8 @@ BESIDE_PLANTS = [
         "a launch that only gathers ends before all that peers push has arrived",
         (
             beside.gather_beside,
-            "keep_rows(ops, ctx, call, standing, rows, n, CONFIG)",
-            "standing",
+            "standing = keep_rows(ops, ctx, call, standing, rows, n, CONFIG)",
+            "pass",
         ),
         choices={"policy": "serial", **PUSH},
         ranks=3,

@@ -9,6 +9,7 @@ from typing import Any
 
 from kosmos_tpsp.cli.plants import Plant
 from kosmos_tpsp.device import gather, gathered, rows, scaled, unpack
+from kosmos_tpsp.device.mx import load_column_groups
 from kosmos_tpsp.kernels.ag_gemm import ag_gemm_kernel
 
 PULL = {"transport": "pull"}
@@ -142,5 +143,23 @@ MX_PLANTS = [
             "                )",
         ),
         choices=PUSH,
+    ),
+    _plant(
+        "columns_before_arrival",
+        "consume",
+        "a pushed column-wise copy is dequantised without waiting for it",
+        (unpack.unpack_landed, "if ok != 0:", "if ok == 2:"),
+        op="bulk_ag",
+        shapes=((64, 32, 32), (32, 24, 32), (64, 32, 32)),
+        choices=PUSH,
+    ),
+    _plant(
+        "columns_with_the_next_scales",
+        "consume",
+        "groups along columns are dequantised with the scales of the rows after them",
+        (load_column_groups, "scale_ptr + band * cols", "scale_ptr + (band + 1) * cols"),
+        op="bulk_ag",
+        shapes=((64, 32, 32),) * 2,
+        choices=PULL,
     ),
 ]

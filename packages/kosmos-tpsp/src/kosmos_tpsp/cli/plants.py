@@ -89,6 +89,12 @@ class Plant:
         """
         return tuple(Mutation(fn, old, new) for fn, old, new in self.edits)
 
+    def in_mxfp8(self) -> Plant:
+        """The same defect with operands in MXFP8, on whole groups of tokens where they must be."""
+        whole = DRIVERS[self.op].granule("mxfp8")
+        shapes = tuple((-(-rows // whole) * whole, n, k) for rows, n, k in self.shapes)
+        return replace(self, dtype="mxfp8", shapes=shapes)
+
     @property
     def calls(self) -> list[Call]:
         """The calls, each on data of its own."""

@@ -51,11 +51,13 @@ class Request:
             if value < least:
                 raise click.UsageError(f"{name}: got {value}, wanted at least {least}")
         tokens = DRIVERS[self.op].num_tokens(self.shape)
-        if tokens % size:
-            more = tokens + size - tokens % size
+        granule = DRIVERS[self.op].granule(self.dtype)
+        if tokens % (size * granule):
+            more = tokens + size * granule - tokens % (size * granule)
+            groups = "" if granule == 1 else f" times {granule}, as its groups lie along the tokens"
             raise click.UsageError(
-                f"{DRIVERS[self.op].tokens}: got {tokens}, wanted a multiple of the {size} ranks; "
-                f"pad to {more} rows"
+                f"{DRIVERS[self.op].tokens}: got {tokens}, wanted a multiple of the {size} ranks"
+                f"{groups}; pad to {more} rows"
             )
         if self.cap is not None and self.cap < 2:
             raise click.UsageError(
@@ -64,6 +66,8 @@ class Request:
         self._check_op()
         if self.block_scaled and self.dtype != "mxfp8":
             raise click.UsageError("block-scaled: got it with bf16 operands; add --dtype mxfp8")
+        if self.block_scaled and not hasattr(DRIVERS[self.op].options, "block_scaled"):
+            raise click.UsageError(f"block-scaled: {self.op} has no such choice")
         if self.dtype == "mxfp8" and not has_mx():
             raise click.UsageError(f"dtype: got mxfp8, which needs kosmos-mx; {INSTALL}")
         self._check_kill(size)

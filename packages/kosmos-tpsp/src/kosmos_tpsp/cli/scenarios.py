@@ -88,7 +88,7 @@ class Scenario:
         calls = tuple(_steps(rng, ranks) if op == LAYERS else _calls(rng, ranks, deep, op))
         if dtype == "mxfp8":
             # Equal calls stay equal.
-            made = {call: _in_mxfp8(rng, call) for call in dict.fromkeys(calls)}
+            made = {call: _in_mxfp8(rng, call, ranks) for call in dict.fromkeys(calls)}
             calls = tuple(made[call] for call in calls)
         return cls(
             seed=seed,
@@ -229,14 +229,19 @@ def _steps(rng: random.Random, ranks: int) -> list[Call]:
     return calls
 
 
-def _in_mxfp8(rng: random.Random, call: Call) -> Call:
+def _in_mxfp8(rng: random.Random, call: Call, ranks: int) -> Call:
     """Most calls that can have operands in MXFP8."""
     if "mxfp8" not in call.driver.dtypes or rng.random() < 0.2:
         return call
-    chosen: dict[str, Any] = {"block_scaled": rng.choice((None, None, False, True))}
-    if chosen["block_scaled"] and getattr(call.options, "keep_gathered", None):
-        chosen["keep_gathered"] = None
-    return replace(call, options=replace(call.options, **chosen), dtype="mxfp8")
+    options = call.options
+    if hasattr(options, "block_scaled"):
+        scaled = rng.choice((None, None, False, True))
+        kept = options.keep_gathered and not scaled
+        options = replace(options, block_scaled=scaled, keep_gathered=kept or None)
+    whole = call.driver.granule("mxfp8") * ranks
+    tokens = -(-call.tokens // whole) * whole
+    m, n, k = call.driver.shape_of(tokens, call.n, call.driver.other_of(call.shape))
+    return replace(call, m=m, n=n, k=k, options=options, dtype="mxfp8")
 
 
 def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:

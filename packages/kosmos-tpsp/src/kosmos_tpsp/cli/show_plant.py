@@ -45,7 +45,7 @@ def show_plant(name: str, request: Request, as_json: bool) -> int:
     if request.dtype == "mxfp8":
         if "mxfp8" not in DRIVERS[plant.op].dtypes:
             raise click.UsageError(f"dtype: got mxfp8, wanted bf16 for a defect of {plant.op}")
-        plant = replace(plant, dtype="mxfp8")
+        plant = plant.in_mxfp8()
     caught = plant.catch()
     alarms = [] if caught is None else plant.false_alarms(caught.seed)
     if as_json:

@@ -26,8 +26,9 @@ from kosmos_core.device.target import fence_async_proxy, matrix_view
 from kosmos_core.device.tiles import Grid, Tile, swept_tile
 
 from kosmos_tpsp.device.build import build_tiles, store_output, tile_sum, view_weights
-from kosmos_tpsp.device.config import BUILD_ONLY, BulkAgOperands
+from kosmos_tpsp.device.config import BUILD_ONLY, UNPACKED, BulkAgOperands
 from kosmos_tpsp.device.gather import keep_rows, move, move_unit, num_units
+from kosmos_tpsp.device.unpack import unpack_own
 
 
 class BesideJob(NamedTuple):
@@ -131,6 +132,13 @@ def build_beside(ops, ctx, call, standing, grid, rows, n, k, num_movers, split_t
 
 @triton.jit
 def gather_beside(ops, ctx, call, standing, rows, n, CONFIG):
-    """A mover: units until none is left, then its share of what completes the gather output."""
+    """A mover: units until none is left, then its share of what completes the gather output.
+
+    Where rows are dequantised that is the own chunk: the others are in the output already.
+    """
     standing = move(ops, ctx, call, standing, rows, n, CONFIG)
-    return keep_rows(ops, ctx, call, standing, rows, n, CONFIG)
+    if CONFIG.FORMAT == UNPACKED:
+        unpack_own(ops, ctx, call, standing, rows, n, CONFIG)
+    else:
+        standing = keep_rows(ops, ctx, call, standing, rows, n, CONFIG)
+    return standing

@@ -25,10 +25,12 @@ class AgGemmConfig(NamedTuple):
 
     What they mean: `kosmos_heuristics.AgGemmPlan`.
     FORMAT: BF16, UNPACKED or SCALED.
+    COLUMN_WISE: groups of what is gathered lie along columns.
     ROW_SHIFT: k is a multiple of 2 ** ROW_SHIFT, which the compiler is to know.
     """
 
     FORMAT: tl.constexpr
+    COLUMN_WISE: tl.constexpr
     ROW_SHIFT: tl.constexpr
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
@@ -84,11 +86,12 @@ class Operands(NamedTuple):
 class BulkAgConfig(NamedTuple):
     """Constants of one compiled variant of an all-gather beside a GEMM; each is a constexpr.
 
-    FORMAT: of what is gathered, as in `AgGemmConfig`.
+    FORMAT, COLUMN_WISE: of what is gathered, as in `AgGemmConfig`.
     HANDOVER: the product lies in symmetric memory that peers read in later calls.
     """
 
     FORMAT: tl.constexpr
+    COLUMN_WISE: tl.constexpr
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
     POLICY: tl.constexpr
@@ -117,16 +120,19 @@ class BulkAgOperands(NamedTuple):
     """Matrices of an all-gather beside a GEMM, bf16 and row-major.
 
     Attributes:
-        x_ptr: own chunk [m / world, n] of what is gathered.
+        x_ptr: own chunk [m / world, n] of what is gathered, or its MXFP8 elements.
+        x_scale_ptr: their scales [m / world / 32, n]; in BF16 the same as x_ptr.
         dy_ptr: [m, k], multiplied.
         w_ptr: weights [k, n].
         out_ptr: product [m, n].
-        gathered_ptr: [m, n] where movers or peers put the rows of the others.
+        gathered_ptr: [m, n] where movers or peers put the rows of the others; where they are
+            dequantised, movers, and all rows.
         keep_ptr: gather output [m, n]; the same as gathered_ptr unless pushed.
         partial_ptr: fp32 partial tiles of split tiles.
     """
 
     x_ptr: tl.tensor
+    x_scale_ptr: tl.tensor
     dy_ptr: tl.tensor
     w_ptr: tl.tensor
     out_ptr: tl.tensor

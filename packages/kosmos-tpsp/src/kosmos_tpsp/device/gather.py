@@ -168,7 +168,7 @@ def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
         if standing.ok != 0:
             shard = region_rows(ctx, SHARD + call.parity, peer, chunk, CONFIG)
             source = rows_at(shard, offset, CONFIG)
-            receive_elements(source, place, rows * k, CONFIG, ctx.TARGET)
+            receive_elements(source, place, rows, k, CONFIG, ctx.TARGET)
         else:
             spoil_elements(place, rows * k, CONFIG)
     return standing

@@ -3,8 +3,9 @@
 try:
     from kosmos_mx.device.encode import E4M3, GROUP
     from kosmos_mx.device.gemm import scaled_tile
-    from kosmos_mx.device.mover import move_groups
+    from kosmos_mx.device.mover import load_column_groups, move_groups, unpack_columns
 except ImportError:
-    E4M3 = GROUP = move_groups = scaled_tile = None  # type: ignore[assignment]
+    E4M3 = GROUP = load_column_groups = move_groups = None  # type: ignore[assignment]
+    scaled_tile = unpack_columns = None  # type: ignore[assignment]
 
-__all__ = ["E4M3", "GROUP", "move_groups", "scaled_tile"]
+__all__ = ["E4M3", "GROUP", "load_column_groups", "move_groups", "scaled_tile", "unpack_columns"]

@@ -1,7 +1,8 @@
 """Rows as they lie in memory and cross the link: BF16, or MXFP8 elements with their scales.
 
 In MXFP8 a region holds the elements of all its rows, then their scales. What a unit moves are both,
-and one arrival announces them.
+and one arrival announces them. Groups along columns need no other copy: whole groups of rows, too,
+have one scale for 32 elements, in the order of the rows.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from kosmos_core.device.mover import copy_run, fill_nan
 from kosmos_core.device.peers import peer_ptr
 
 from kosmos_tpsp.device.config import BF16, UNPACKED
-from kosmos_tpsp.device.mx import GROUP, move_groups
+from kosmos_tpsp.device.mx import GROUP, move_groups, unpack_columns
 
 
 class Rows(NamedTuple):
@@ -69,21 +70,27 @@ def copy_elements(src, dst, count, CONFIG, TARGET: tl.constexpr):
 
 
 @triton.jit
-def unpack_elements(src, dst_ptr, count, CONFIG, TARGET: tl.constexpr):
-    """Dequantises `count` elements of MXFP8 rows to bf16."""
-    move_groups(
-        src.ptr, src.scale_ptr, dst_ptr, dst_ptr, count // GROUP,
-        CONFIG.COPY_ELEMENTS // GROUP, CONFIG.COPY_DEPTH, True, TARGET,
-    )  # fmt: skip
+def unpack_elements(src, dst_ptr, rows, k, CONFIG, TARGET: tl.constexpr):
+    """Dequantises MXFP8 rows of k elements to bf16; COLUMN_WISE: whole groups of rows."""
+    if CONFIG.COLUMN_WISE:
+        unpack_columns(
+            src.ptr, src.scale_ptr, dst_ptr, rows // GROUP, k, CONFIG.COPY_ELEMENTS // GROUP,
+            CONFIG.COPY_DEPTH, TARGET,
+        )  # fmt: skip
+    else:
+        move_groups(
+            src.ptr, src.scale_ptr, dst_ptr, dst_ptr, rows * k // GROUP,
+            CONFIG.COPY_ELEMENTS // GROUP, CONFIG.COPY_DEPTH, True, TARGET,
+        )  # fmt: skip
 
 
 @triton.jit
-def receive_elements(src, dst, count, CONFIG, TARGET: tl.constexpr):
-    """Brings `count` elements of rows to where builders read them, in what they multiply."""
+def receive_elements(src, dst, rows, k, CONFIG, TARGET: tl.constexpr):
+    """Brings rows of k elements to where builders read them, in what they multiply."""
     if CONFIG.FORMAT == UNPACKED:
-        unpack_elements(src, dst.ptr, count, CONFIG, TARGET)
+        unpack_elements(src, dst.ptr, rows, k, CONFIG, TARGET)
     else:
-        copy_elements(src, dst, count, CONFIG, TARGET)
+        copy_elements(src, dst, rows * k, CONFIG, TARGET)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def unpack_slice(ops, ctx, call, standing, grid, k, source, src_rank, tile_row, 
     offset = first.to(tl.int64) * k
     to_ptr = ops.gathered_ptr + src_rank * (grid.chunk_rows.to(tl.int64) * k) + offset
     if standing.ok != 0:
-        unpack_elements(rows_at(source, offset, CONFIG), to_ptr, rows * k, CONFIG, ctx.TARGET)
+        unpack_elements(rows_at(source, offset, CONFIG), to_ptr, rows, k, CONFIG, ctx.TARGET)
         flag_arrive(ready_word(ctx, call, src_rank, tile_row), "gpu", ctx.TARGET)
     else:
         fill_nan(to_ptr, rows * k, CONFIG.COPY_ELEMENTS)

@@ -208,6 +208,7 @@ def _configs(
     fused = AgGemmConfig(
         **prepared.shared_constants(problem, plan),
         FORMAT=form,
+        COLUMN_WISE=tl.constexpr(0),
         ROW_SHIFT=tl.constexpr(prepared.row_shift(problem)),
         LAYOUT=tl.constexpr(LAYOUTS[layout]),
         ORDER=tl.constexpr(ORDERS[plan.order]),

@@ -15,7 +15,8 @@ from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import BulkAgConfig, BulkAgOperands
 from kosmos_tpsp.kernels.bulk_ag import bulk_ag_kernel
-from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops import mx, prepared, validate
+from kosmos_tpsp.ops.mx import Operand
 from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -50,9 +51,9 @@ class BulkAgOptions:
 
 
 def bulk_ag(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    dy: Operand,
+    w: Operand,
     workspace: TpSpWorkspace,
     *,
     gathered: torch.Tensor | None = None,
@@ -64,9 +65,13 @@ def bulk_ag(
 
     Args:
         x: [m / world size, n] bfloat16, this rank's chunk of the input of a column-parallel layer;
-            n is its hidden size.
+            n is its hidden size. Or an `MXTensor` quantised along its columns (the tokens), with
+            whole groups on every rank: then MXFP8 crosses the link, and what is gathered is
+            dequantised on arrival.
         dy: [m, k] bfloat16, gradient of the layer's local output; k is its local width.
-        w: [k, n] bfloat16, the layer's local weights.
+        w: [k, n] bfloat16, the layer's local weights. Beside an MXFP8 x, dy and w may be `MXTensor`
+            quantised along k, which takes a launch each to dequantise, or such matrices' bfloat16
+            values.
         workspace: of the group, with room for [m, n]; every rank makes the same calls on it in the
             same order.
         gathered: [m, n] bfloat16 to gather into, apart from the operands; allocated when None.
@@ -92,7 +97,8 @@ def bulk_ag(
 
     Autograd: none, fused or declined alike: no result requires grad, whatever the operands do.
 
-    Communication: all-gather of x, (world size - 1) * m / world size * n * 2 bytes into each rank.
+    Communication: all-gather of x, (world size - 1) * m / world size * n * 2 bytes into each rank;
+    in MXFP8 33/32 bytes an element.
     Synchronizes: no host synchronisation; a declined call waits for its peers on the host.
 
     Source: paper, section 3.2.3.
@@ -100,12 +106,14 @@ def bulk_ag(
     validate.check_workspace(workspace)
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call("bulk_ag", x, dy, w)):
         options = prepared.chosen_options(BulkAgOptions, options, choices)
-        given = {"x": x, "dy": dy, "w": w}
+        dy, w = mx.values_beside("dy", dy, "row", x), mx.values_beside("w", w, "col", x)
+        given: dict[str, Any] = {"x": x, "dy": dy, "w": w}
         call = prepared.prepare(_plan, given, workspace, options)
         shape = (call.problem.m, call.problem.n)
         fused = call.decline is None and call.problem.m > 0
         if fused:
-            x, dy, w = validate.dense(x), validate.dense(dy), validate.dense(w)
+            rows, scales = mx.dense_rows(x)
+            dy, w = validate.dense(dy), validate.dense(w)
         gathered = _memory("gathered", gathered, shape, given, workspace)
         if out is not None and options.dx_to != TENSOR:
             raise validate.reject(
@@ -116,7 +124,7 @@ def bulk_ag(
         if fused and out is None and _hands_over(workspace, options):
             out = workspace.handover(*shape)
             # What is not dense has been copied by now.
-            for name, t in {"x": x, "dy": dy, "w": w, "gathered": gathered}.items():
+            for name, t in {"x": rows, "dy": dy, "w": w, "gathered": gathered}.items():
                 if validate.overlap(out, t):
                     raise validate.reject(
                         validate.ARGUMENT,
@@ -131,12 +139,14 @@ def bulk_ag(
         workspace.agree(call.label, workspace.start_hash(call.call_hash))
         # As in the fused path, which records nothing either.
         with torch.no_grad():
-            rows, product = reference.bulk_ag(x, dy, w, workspace.world)
-            gathered.copy_(rows)
+            every, product = reference.bulk_ag(x, dy, w, workspace.world)
+            gathered.copy_(every)
             out.copy_(product)
     else:
         launches = [
-            _arguments((x, dy, w, out), gathered, workspace, call, config, options.traced)
+            _arguments(
+                (rows, scales, dy, w, out), gathered, workspace, call, config, options.traced
+            )
             for config in call.configs
         ]
         prepared.launch_all(bulk_ag_kernel, call, launches, workspace)
@@ -152,9 +162,9 @@ def prepare_bulk_ag(
 
 
 def describe_bulk_ag(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    dy: Operand,
+    w: Operand,
     workspace: TpSpWorkspace,
     options: BulkAgOptions,
 ) -> Prepared:
@@ -163,6 +173,8 @@ def describe_bulk_ag(
     Raises:
         ArgumentError: as `bulk_ag`.
     """
+    with prepared.raised_here():
+        dy, w = mx.values_beside("dy", dy, "row", x), mx.values_beside("w", w, "col", x)
     return prepared.describe(_plan, {"x": x, "dy": dy, "w": w}, workspace, options)
 
 
@@ -170,7 +182,7 @@ def _memory(
     name: str,
     t: torch.Tensor | None,
     shape: tuple[int, int],
-    given: dict[str, torch.Tensor],
+    given: dict[str, Any],
     workspace: TpSpWorkspace,
 ) -> torch.Tensor:
     """Memory for an output: the caller's, if it may be written to, or new."""
@@ -185,9 +197,9 @@ def _hands_over(workspace: TpSpWorkspace, options: BulkAgOptions) -> bool:
 
 
 def _plan(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    dy: Operand,
+    w: Operand,
     workspace: TpSpWorkspace,
     options: BulkAgOptions,
 ) -> Prepared:
@@ -211,25 +223,36 @@ def _plan(
             f"x: got shape {tuple(x.shape)}, wanted the {n} columns of w {tuple(w.shape)}",
         )
     validate.check_room(workspace, m, n)
+    form, dtype = codes.BF16, "bf16"
+    if mx.is_mx(x):
+        mx.check_axis("x", x, "col", contracted=False)
+        if x.shape[0] != x.data.shape[0]:
+            raise validate.reject(
+                validate.SHAPE,
+                f"x: got {x.shape[0]} rows on each rank, wanted a multiple of 32: groups lie along "
+                "them; gather it in bf16",
+            )
+        form, dtype = codes.UNPACKED, "mxfp8"
     if options.dx_to == HANDOVER and world.fused and world.size > 1:
         with prepared.refusals():
             workspace.handover(m, n)
     with prepared.refusals():
-        problem = BulkAgProblem(m, n, k, world.size)
+        problem = BulkAgProblem(m, n, k, world.size, dtype=dtype)
         make = partial(
             plan_bulk_ag, problem, workspace.machine,
             transport=prepared.transport_of(workspace, options), policy=options.policy,
             movers_per_peer=options.movers_per_peer, split_k=options.split_k,
         )  # fmt: skip
         plan, judged = prepared.plan_and_judge(make, workspace, options.cap)
-    label = f"bulk_ag {LAYOUT} m={m} n={n} k={k}"
+    label = f"bulk_ag {LAYOUT}{'' if form is codes.BF16 else ' mxfp8'} m={m} n={n} k={k}"
     decline = prepared.decline_reason(problem, judged, workspace, options.force, label)
-    tile_row_rows = workspace.machine.tile_row_rows
+    # Whole groups of rows arrive together.
+    tile_row_rows = max(workspace.machine.tile_row_rows, plan.unit_rows)
     call_hash = prepared.agreed_hash(
         "bulk_ag", problem, plan.transport, plan.unit_rows, tile_row_rows,
         options.policy == "serial", decline is None,
     )  # fmt: skip
-    configs = _configs(problem, plan, tile_row_rows, _hands_over(workspace, options), options)
+    configs = _configs(problem, plan, tile_row_rows, _hands_over(workspace, options), options, form)
     keys = prepared.launch_keys(configs, plan, n, k, options.traced, workspace)
     return Prepared(problem, plan, decline, call_hash, configs, keys, label)
 
@@ -240,13 +263,15 @@ def _configs(
     tile_row_rows: int,
     hands_over: bool,
     options: BulkAgOptions,
+    form: Any,
 ) -> tuple[BulkAgConfig, ...]:
     fused = BulkAgConfig(
         **prepared.shared_constants(problem, plan),
         LAYOUT=tl.constexpr(LAYOUTS[LAYOUT]),
         PHASE=codes.FUSED,
         HANDOVER=tl.constexpr(int(hands_over)),
-        FORMAT=codes.BF16,
+        FORMAT=form,
+        COLUMN_WISE=tl.constexpr(int(form is not codes.BF16)),
         SCATTERS=tl.constexpr(0),
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),
@@ -260,18 +285,20 @@ def _configs(
 
 
 def _arguments(
-    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    matrices: tuple[torch.Tensor, ...],
     gathered: torch.Tensor,
     workspace: TpSpWorkspace,
     call: Prepared,
     config: BulkAgConfig,
     traced: bool,
 ) -> tuple[Any, ...]:
-    """Arguments of one launch of `bulk_ag_kernel`; `matrices` are x, dy, w and dx."""
+    """Arguments of one launch of `bulk_ag_kernel`; `matrices`: x, its scales, dy, w, dx."""
     plan, problem = call.plan, call.problem
-    pushed = plan.transport == "push" and workspace.world.size > 1
+    # What is dequantised on arrival goes to its place at once, whoever brings it.
+    pushed = plan.transport == "push" and workspace.world.size > 1 and config.FORMAT is codes.BF16
     landing = workspace.buffer(int(words.GATHER.value)) if pushed else gathered
-    ops = BulkAgOperands(*matrices, landing, gathered, workspace.partials)
+    x, x_scales, dy, w, out = matrices
+    ops = BulkAgOperands(x, x_scales, dy, w, out, landing, gathered, workspace.partials)
     # A launch that only gathers has no use for builders.
     movers = plan.cap if config.PHASE is codes.GATHER_ONLY else plan.num_movers
     call_hash = workspace.start_hash(call.call_hash) ^ (config.PHASE is codes.BUILD_ONLY)

@@ -17,8 +17,9 @@ from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import BulkRsConfig, GradientOperands
 from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
-from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops import mx, prepared, validate
 from kosmos_tpsp.ops.gemm_rs import REDUCED_OF_ALL, REDUCED_OF_EACH
+from kosmos_tpsp.ops.mx import Operand
 from kosmos_tpsp.ops.prepared import POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -51,8 +52,8 @@ class BulkRsOptions:
 
 def bulk_rs(
     dx: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
+    dy: Operand,
+    x: Operand,
     workspace: TpSpWorkspace,
     *,
     out: torch.Tensor | None = None,
@@ -69,7 +70,8 @@ def bulk_rs(
         dx: [k, n] bfloat16, this rank's part of the gradient of all k tokens; k is a multiple of
             the world size. In `workspace.handover(k, n)` it is read in place by the peers.
         dy: [k, m] bfloat16, the gradient of this rank's part of the output.
-        x: [k, n] bfloat16, the gathered input.
+        x: [k, n] bfloat16, the gathered input. It and dy may be `MXTensor` quantised along their
+            columns (the tokens), which takes a launch each to dequantise.
         workspace: of the group, with room for [k, n]; every rank makes the same calls on it in the
             same order.
         out: [k / world size, n] bfloat16 to write the sum into; allocated when None.
@@ -102,6 +104,7 @@ def bulk_rs(
     validate.check_workspace(workspace)
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call("bulk_rs", dx, dy, x)):
         options = prepared.chosen_options(BulkRsOptions, options, choices)
+        dy, x = mx.values("dy", dy, "col"), mx.values("x", x, "col")
         adds = main_grad is not None
         call = _prepare(prepared.prepare, dx, dy, x, workspace, options, adds)
         problem, device = call.problem, x.device
@@ -175,8 +178,8 @@ def prepare_bulk_rs(
 
 def describe_bulk_rs(
     dx: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
+    dy: Operand,
+    x: Operand,
     workspace: TpSpWorkspace,
     options: BulkRsOptions,
     adds: bool = False,
@@ -186,6 +189,8 @@ def describe_bulk_rs(
     Raises:
         ArgumentError: as `bulk_rs`.
     """
+    with prepared.raised_here():
+        dy, x = mx.values("dy", dy, "col"), mx.values("x", x, "col")
     return _prepare(prepared.describe, dx, dy, x, workspace, options, adds)
 
 

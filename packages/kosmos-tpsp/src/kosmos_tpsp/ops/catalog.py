@@ -104,6 +104,7 @@ class Driver:
         calls: the ops that it is made of, if of others.
         quantised: (options) the operands that may be in MXFP8, and along which axis; none where
             there is no such call.
+        carries: which of them crosses ranks in it; "" where what does is bf16.
         place: (operands, workspace, options, copies) gives the operands where a call wants them;
             without `copies` only the places.
     """
@@ -127,6 +128,7 @@ class Driver:
     crossings: int = 1
     calls: tuple[str, ...] = ()
     quantised: Callable[[Any], dict[str, str]] = lambda options: {}
+    carries: str = ""
     place: Callable[[Mapping[str, torch.Tensor], TpSpWorkspace, Any, bool], Tensors] = _as_given
 
     def call(
@@ -212,12 +214,22 @@ class Driver:
 
     def room(self, shape: Shape, dtype: str) -> int:
         """Features of the workspace that a call takes."""
-        return mx.padded(self.width(shape)) if dtype == "mxfp8" else self.width(shape)
+        if dtype == "mxfp8" and self._carried_axis == "row":
+            return mx.padded(self.width(shape))
+        return self.width(shape)
+
+    @property
+    def _carried_axis(self) -> str:
+        return self.quantised(self.options()).get(self.carries, "")
+
+    def granule(self, dtype: str) -> int:
+        """What the tokens of a rank must be a multiple of."""
+        return mx.padded(1) if dtype == "mxfp8" and self._carried_axis == "col" else 1
 
     def remote_bytes(self, shape: Shape, size: int, dtype: str = "bf16") -> int:
         """Bytes that cross ranks, into and out of each one."""
         elements = (size - 1) * (self.num_tokens(shape) // size) * self.room(shape, dtype)
-        return self.crossings * wire_bytes(elements, dtype)
+        return self.crossings * wire_bytes(elements, dtype if self.carries else "bf16")
 
     def _in_order(self, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [given[name] for name in self.operands]
@@ -254,6 +266,7 @@ DRIVERS = {
             wanted=exact.ag_gemm,
             width=lambda shape: shape[2],
             quantised=lambda o: {"x": "row", "w": "row" if o.layout == "tn" else "col"},
+            carries="x",
         ),
         Driver(
             name="gemm_rs",
@@ -272,6 +285,7 @@ DRIVERS = {
             operator=lambda options: custom.gemm_rs_op,
             wanted=exact.gemm_rs,
             width=lambda shape: shape[1],
+            quantised=lambda o: {"x": "row", "w": "row"},
         ),
         Driver(
             name="bulk_ag",
@@ -297,6 +311,8 @@ DRIVERS = {
             operator=lambda options: custom.bulk_ag_op,
             wanted=exact.bulk_ag,
             width=lambda shape: shape[1],
+            quantised=lambda o: {"x": "col", "dy": "row", "w": "col"},
+            carries="x",
         ),
         Driver(
             name="bulk_rs",
@@ -319,6 +335,7 @@ DRIVERS = {
             operator=lambda options: custom.bulk_rs_op,
             wanted=exact.bulk_rs,
             width=lambda shape: shape[1],
+            quantised=lambda o: {"dy": "col", "x": "col"},
             place=_handed_over,
         ),
         Driver(

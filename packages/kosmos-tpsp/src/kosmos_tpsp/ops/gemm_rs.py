@@ -15,7 +15,8 @@ from kosmos_tpsp import reference
 from kosmos_tpsp.device import config as codes
 from kosmos_tpsp.device.config import GemmRsConfig, ScatterOperands
 from kosmos_tpsp.kernels.gemm_rs import gemm_rs_kernel
-from kosmos_tpsp.ops import prepared, validate
+from kosmos_tpsp.ops import mx, prepared, validate
+from kosmos_tpsp.ops.mx import Operand
 from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -64,8 +65,8 @@ def most_reduced(world_size: int, source_unroll: int, pulls: bool) -> int:
 
 
 def gemm_rs(
-    x: torch.Tensor,
-    w: torch.Tensor,
+    x: Operand,
+    w: Operand,
     workspace: TpSpWorkspace,
     *,
     out: torch.Tensor | None = None,
@@ -77,7 +78,8 @@ def gemm_rs(
     Args:
         x: [m, k] bfloat16, all m tokens with this rank's part of the features; m is a multiple of
             the world size.
-        w: [n, k] bfloat16; the products are x @ w.T.
+        w: [n, k] bfloat16; the products are x @ w.T. Either may be an `MXTensor` quantised along
+            its rows, which takes a launch to dequantise; its product crosses ranks in bfloat16.
         workspace: of the group, with room for [m, n]; every rank makes the same calls on it in the
             same order.
         out: [m / world size, n] bfloat16 to write into, apart from x and w; allocated when None.
@@ -105,6 +107,7 @@ def gemm_rs(
     validate.check_workspace(workspace)
     with prepared.TellingPeers(workspace, lambda: prepared.shown_call("gemm_rs", x, w)):
         options = prepared.chosen_options(GemmRsOptions, options, choices)
+        x, w = mx.values("x", x, "row"), mx.values("w", w, "row")
         call = prepared.prepare(_plan, {"x": x, "w": w}, workspace, options)
         rows, n = x.shape[0] // workspace.world.size, call.problem.n
         if out is None:
@@ -137,13 +140,15 @@ def prepare_gemm_rs(
 
 
 def describe_gemm_rs(
-    x: torch.Tensor, w: torch.Tensor, workspace: TpSpWorkspace, options: GemmRsOptions
+    x: Operand, w: Operand, workspace: TpSpWorkspace, options: GemmRsOptions
 ) -> Prepared:
     """The plan and verdict of a call without making it.
 
     Raises:
         ArgumentError: as `gemm_rs`.
     """
+    with prepared.raised_here():
+        x, w = mx.values("x", x, "row"), mx.values("w", w, "row")
     return prepared.describe(_plan, {"x": x, "w": w}, workspace, options)
 
 

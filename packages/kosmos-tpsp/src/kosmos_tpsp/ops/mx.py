@@ -155,18 +155,54 @@ def features(x: Any, w: Any, layout: str, form: Any, name: str = "x") -> tuple[i
     return n, padded(k), in_memory if form is codes.SCALED else layout
 
 
-def as_operand(w: Any, scaled: bool) -> Any:
+def as_operand(w: Any, scaled: bool, padding: bool = True) -> Any:
     """What an operation multiplies without a launch of its own.
 
-    Where matrix units take no scales, that is the dequantised matrix, bf16, padded to whole groups:
-    worth keeping for an operand that is used again.
+    Where matrix units take no scales, that is the dequantised matrix, bf16, with or without the
+    padding to whole groups: worth keeping for an operand that is used again.
     """
     if scaled or not is_mx(w):
         return w
     if w.device.type == "cpu":
         # In FP64 nothing is launched on the executor.
-        return w.dequantize(torch.float64, padding=True).to(torch.bfloat16).contiguous()
-    return w.dequantize(torch.bfloat16, padding=True).contiguous()
+        return w.dequantize(torch.float64, padding=padding).to(torch.bfloat16).contiguous()
+    return w.dequantize(torch.bfloat16, padding=padding).contiguous()
+
+
+def values(name: str, t: Any, axis: str) -> torch.Tensor:
+    """A local operand in bf16: as it is, or dequantised; of MXFP8 along `axis`."""
+    if is_mx(t):
+        t = as_operand(_local(name, t, axis), scaled=False, padding=False)
+    plain: torch.Tensor = t
+    return plain
+
+
+def values_beside(name: str, t: Any, axis: str, x: Any) -> torch.Tensor:
+    """As `values`, padded to whole groups, beside the operand x that crosses ranks in MXFP8."""
+    if not is_mx(t):
+        return values(name, t, axis)
+    if not is_mx(x):
+        raise reject(
+            DTYPE,
+            f"{name}: got MXFP8 beside a bf16 x, wanted both in MXFP8; quantise x, or dequantise "
+            f"{name}",
+        )
+    padded_values: torch.Tensor = as_operand(_local(name, t, axis), scaled=False)
+    return padded_values
+
+
+def _local(name: str, t: Any, axis: str) -> Any:
+    check_mx(name, t, t.device)
+    check_axis(name, t, axis)
+    return t
+
+
+def dense_rows(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, their scales) as a kernel takes them; bf16 ones stand for scales that they lack."""
+    if is_mx(x):
+        return as_stored(x)
+    x = dense(x)
+    return x, x
 
 
 def as_stored(t: Any, transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

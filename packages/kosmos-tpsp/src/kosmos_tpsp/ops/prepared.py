@@ -104,6 +104,15 @@ def prepare(
     return _remembered(workspace, key, make)
 
 
+@contextmanager
+def raised_here() -> Iterator[None]:
+    """Raises what is refused, and tells nobody."""
+    try:
+        yield
+    except Rejected as rejected:
+        raise rejected.error from None
+
+
 def describe(
     plan: Planner,
     given: dict[str, Any],
@@ -116,10 +125,8 @@ def describe(
     Raises:
         ArgumentError, WorkspaceError, PeerError: as the op.
     """
-    try:
+    with raised_here():
         return prepare(plan, given, workspace, options, *facts)
-    except Rejected as rejected:
-        raise rejected.error from None
 
 
 def warm(
