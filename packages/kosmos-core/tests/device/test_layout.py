@@ -16,7 +16,7 @@ def test_counters_of_a_set_stand_on_lines_of_their_own() -> None:
     names = (
         "TICKET", "LEAVE", "COPY_QUEUE", "COPY_DONE", "UNIT_QUEUE", "TILE_QUEUE", "KEEP_QUEUE",
         "SPLIT_QUEUE", "JOIN_QUEUE", "POISON_QUEUE", "REDUCE_QUEUE",
-        "UNPACK_QUEUE", "COUNTERS",
+        "UNPACK_QUEUE", "ALL_READY", "SECOND_QUEUE", "COUNTERS",
     )  # fmt: skip
     places = [value(name) for name in names]
     assert all(b - a >= value("LINE") for a, b in pairwise(places))

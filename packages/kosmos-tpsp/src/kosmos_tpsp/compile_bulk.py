@@ -25,11 +25,13 @@ from kosmos_tpsp.compile_parts import (
 from kosmos_tpsp.device.config import (
     BF16,
     BUILD_ONLY,
+    COLUMNS,
     FUSED,
     GATHER_ONLY,
     PULL,
     PUSH,
     REDUCE_ONLY,
+    ROWS,
     UNPACKED,
     BulkAgConfig,
     BulkAgOperands,
@@ -44,7 +46,7 @@ from kosmos_tpsp.ops.mx import has_mx
 
 AG_OPERANDS = BulkAgOperands._make(["*bf16"] * 7 + ["*fp32"])
 MX_OPERANDS = AG_OPERANDS._replace(x_ptr="*u8", x_scale_ptr="*u8")
-MX = {"FORMAT": UNPACKED, "COLUMN_WISE": 1}
+MX = {"FORMAT": UNPACKED, "COPIES": COLUMNS}
 AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 UNEVEN = {"EVEN_K": 0, "EVEN_N": 0}
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
@@ -75,7 +77,7 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "PHASE": FUSED,
             "HANDOVER": 1,
             "FORMAT": BF16,
-            "COLUMN_WISE": 0,
+            "COPIES": ROWS,
             "SCATTERS": 0,
             "SLICES": 4,
             "GROUP_M": 8,
@@ -137,7 +139,8 @@ def _expected(target: str, config: dict[str, Any], world: int) -> Expectations:
         acquire_sys=1 + (arrives and pushes) if peers else 0,
         keeps_subnormals=unpacks,
         # Movers and whoever completes the gather output hold COPY_DEPTH + 1 steps a thread.
-        wide_load=3 if gathers else 0,
+        # AMD's steps of dequantised elements are 8 bytes a thread.
+        wide_load=3 if gathers and not (unpacks and target == "gfx950") else 0,
         mma=1 if builds else 0,
         tma_load=1 if builds and target == "sm_90" else 0,
         tma_store=1 if builds and target == "sm_90" else 0,
@@ -159,6 +162,7 @@ def bulk_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             "PHASE": FUSED,
             "MAIN_GRAD": 0,
             "FORMAT": BF16,
+            "COPIES": ROWS,
             "SCATTERS": 1,
             "SLICES": 16,
             **copy_constants(machine, "push"),

@@ -35,6 +35,7 @@ from kosmos_tpsp.device.config import (
     PULL,
     PUSH,
     REDUCE_ONLY,
+    ROWS,
     AgGemmConfig,
     GemmRsConfig,
     Operands,
@@ -77,7 +78,7 @@ def _ag_gemm_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         base: dict[str, Any] = {
             **tile_constants(machine, tile),
             "FORMAT": BF16,
-            "COLUMN_WISE": 0,
+            "COPIES": ROWS,
             "ROW_SHIFT": 3,
             "TRANSPORT": PUSH,
             "LAYOUT": 0,

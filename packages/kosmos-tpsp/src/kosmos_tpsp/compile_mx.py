@@ -19,6 +19,7 @@ from kosmos_tpsp.device.config import (
     GATHER_ONLY,
     PULL,
     PUSH,
+    ROWS,
     SCALED,
     UNPACKED,
     AgGemmConfig,
@@ -40,7 +41,7 @@ def mx_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
     for form in FORMS[target]:
         base: dict[str, Any] = {
             "FORMAT": form,
-            "COLUMN_WISE": 0,
+            "COPIES": ROWS,
             "ROW_SHIFT": 9,
             "TRANSPORT": PUSH,
             "LAYOUT": 0,

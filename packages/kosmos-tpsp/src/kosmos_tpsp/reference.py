@@ -50,6 +50,26 @@ def ag_gemm(x: Any, w: Any, world: World, layout: str = "tn") -> tuple[torch.Ten
     return gathered @ (w.t() if layout == "tn" else w), gathered
 
 
+def ag_gemm_pair(
+    dy: Any, dy_columns: Any, w: torch.Tensor, x: torch.Tensor, world: World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All-gathers of two copies of one gradient, then a GEMM with each.
+
+    Args:
+        dy: [m / world size, k] in MXFP8 along rows.
+        dy_columns: the same in MXFP8 along columns.
+        w: [k, n].
+        x: [m, n].
+        world: the ranks.
+
+    Returns:
+        (dx [m, n] = dY W, dw [k, n] = dY^T X) in bf16, of the dequantised copies.
+
+    Communication: all-gathers of both copies, elements and scales.
+    """
+    return plain(gather(dy, world)) @ w, plain(gather(dy_columns, world)).t() @ x
+
+
 def gemm_rs(x: torch.Tensor, w: torch.Tensor, world: World) -> torch.Tensor:
     """One GEMM, then the sum over ranks of the rows that each rank owns.
 

@@ -219,7 +219,7 @@ class TpSpWorkspace(Workspace):
         self.launches: Counter[str] = Counter()
         self.partials: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
-        self._unpacked: torch.Tensor | None = None
+        self._unpacked: list[torch.Tensor] = []
         self._calls_without_rows = 0
         super().__init__(
             world,
@@ -253,12 +253,12 @@ class TpSpWorkspace(Workspace):
         transports: tuple[str, ...] = TRANSPORTS,
         reduce_transports: tuple[str, ...] | None = None,
         handover: bool = True,
-        mxfp8: bool = False,
+        mxfp8: int = 0,
     ) -> int:
         """Bytes a rank that a workspace of this size will take when it is created.
 
-        mxfp8: with the room for dequantised rows that the first MXFP8 call takes which pushes, or
-        has no peers; pulled ones need none.
+        mxfp8: with the room for so many copies of dequantised rows, which MXFP8 calls take: 1 for
+        an `ag_gemm` that pushes or has no peers, 2 for `ag_gemm_pair`.
 
         Not in it: the trace buffer, and split-K partials, which come with the first call that
         splits and stay within the machine's `max_split_k_bytes` a call; `num_bytes()` counts both.
@@ -269,7 +269,7 @@ class TpSpWorkspace(Workspace):
         return (
             workspace_num_bytes(regions, _tile_rows(max_tokens, world_size, model))
             + NO_PARTIALS * 4
-            + (2 * _unpacked_elements(world_size, max_tokens, max_features) if mxfp8 else 0)
+            + 2 * mxfp8 * _unpacked_elements(world_size, max_tokens, max_features)
         )
 
     def reserve_partials(self, tiles: int, split_k: int, block_m: int, block_n: int) -> None:
@@ -300,37 +300,31 @@ class TpSpWorkspace(Workspace):
                 self._outgrown.append(self.partials)
             self.partials = self.world.local("partials", needed, torch.float32)
 
-    def reserve_unpacked(self) -> None:
-        """Makes room for a gathered input that is dequantised beside where it lands.
+    def reserve_unpacked(self, copies: int = 1) -> None:
+        """Makes room for gathered inputs that are dequantised beside where they land.
 
         Raises:
             WorkspaceError: it would be made during graph capture.
         """
-        if self._unpacked is None:
+        while len(self._unpacked) < copies:
             if self.world.is_capturing():
                 raise WorkspaceError(
                     "workspace: room for dequantised rows would be allocated during graph capture; "
                     "prepare the call first"
                 )
             elements = _unpacked_elements(self.world.size, self.max_tokens, self.max_features)
-            self._unpacked = self.world.local("unpacked", elements, torch.bfloat16)
+            name = f"unpacked{len(self._unpacked)}"
+            self._unpacked.append(self.world.local(name, elements, torch.bfloat16))
 
-    @property
-    def unpacked(self) -> torch.Tensor:
-        """Room for the dequantised rows of all ranks, bfloat16.
-
-        Raises:
-            WorkspaceError: none was reserved.
-        """
-        if self._unpacked is None:
-            raise WorkspaceError("unpacked: got none, wanted a call of reserve_unpacked() before")
-        return self._unpacked
+    def unpacked(self, copy: int = 0) -> torch.Tensor:
+        """Room for the dequantised rows of all ranks, bfloat16, that was reserved."""
+        return self._unpacked[copy]
 
     def num_bytes(self) -> int:
         """Bytes that this workspace takes on each rank now, with what calls have made it take."""
         if not self.world.fused:
             return 0
-        held = [t for t in (self.partials, self._unpacked, *self._outgrown) if t is not None]
+        held = [t for t in (self.partials, *self._unpacked, *self._outgrown) if t is not None]
         return super().num_bytes() + sum(t.numel() * t.element_size() for t in held)
 
     @property
@@ -433,6 +427,7 @@ class TpSpWorkspace(Workspace):
         finally:
             # Only now: until the base class has synchronised, calls may still use the partials.
             self.prepared.clear()
-            self.partials = self._unpacked = None
+            self.partials = None
+            self._unpacked.clear()
             self._handover = self._handed = None
             self._outgrown.clear()

@@ -240,7 +240,7 @@ def test_the_room_for_dequantised_rows_is_counted(on_cpu: OnCpu) -> None:
                 ag_gemm(every_code(rank), w, workspace, transport=transport)
                 assert workspace.num_bytes() - before == more
             needed = TpSpWorkspace.required_bytes(
-                world.size, ROWS * world.size, K, workspace.machine, mxfp8=True
+                world.size, ROWS * world.size, K, workspace.machine, mxfp8=1
             )
             assert needed == workspace.num_bytes()
             workspace.synchronize()

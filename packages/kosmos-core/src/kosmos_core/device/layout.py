@@ -53,7 +53,9 @@ JOIN_QUEUE = tl.constexpr(256)
 POISON_QUEUE = tl.constexpr(288)
 REDUCE_QUEUE = tl.constexpr(320)
 UNPACK_QUEUE = tl.constexpr(352)
-COUNTERS = tl.constexpr(384)  # arrival words of (source, tile row), then split-K tickets
+ALL_READY = tl.constexpr(384)
+SECOND_QUEUE = tl.constexpr(416)
+COUNTERS = tl.constexpr(448)  # arrival words of (source, tile row), then split-K tickets
 SET_GRANULE = tl.constexpr(1024)  # a set is a multiple of this, to be zeroed by whole blocks
 
 # Signal words (int64).

@@ -225,6 +225,7 @@ def build_tiles(
     BEFORE: tl.constexpr,
     SUM: tl.constexpr,
     AFTER: tl.constexpr,
+    QUEUE: tl.constexpr = TILE_QUEUE,
 ):
     """A builder: tiles in queue order until none is left.
 
@@ -241,9 +242,10 @@ def build_tiles(
     SUM: (job, ctx, call, standing, tile, k_begin, k_end, CONFIG) multiplies.
     AFTER: (job, ctx, call, standing, state, tile, acc, CONFIG) disposes of a complete tile; of an
         empty one, too, where tiles are whole. Returns the state.
+    QUEUE: whose heads are claimed from; of several queues in a launch one may have split tiles.
     """
     whole = num_whole(tiles, split_tiles, CONFIG)
-    heads_ptr = call.set_ptr + TILE_QUEUE
+    heads_ptr = call.set_ptr + QUEUE
     bucket = tl.program_id(0) % CONFIG.XCDS
     index, past, step, bucket = claim_tiles(
         heads_ptr, bucket, whole, builders, CONFIG.XCDS, CONFIG.XCD_RUN, CONFIG.CLAIM_RUN

@@ -14,6 +14,11 @@ BF16 = tl.constexpr(0)
 UNPACKED = tl.constexpr(1)  # MXFP8 on the link, dequantised on arrival to bf16
 SCALED = tl.constexpr(2)  # MXFP8 throughout, multiplied by block-scaled MMA
 
+# Which copies of an MXFP8 matrix are gathered: the one whose groups lie along rows, or columns.
+ROWS = tl.constexpr(0)
+COLUMNS = tl.constexpr(1)
+BOTH = tl.constexpr(2)
+
 FUSED = tl.constexpr(0)
 GATHER_ONLY = tl.constexpr(1)
 BUILD_ONLY = tl.constexpr(2)
@@ -25,12 +30,12 @@ class AgGemmConfig(NamedTuple):
 
     What they mean: `kosmos_heuristics.AgGemmPlan`.
     FORMAT: BF16, UNPACKED or SCALED.
-    COLUMN_WISE: groups of what is gathered lie along columns.
+    COPIES: ROWS; BOTH in `ag_gemm_pair`.
     ROW_SHIFT: k is a multiple of 2 ** ROW_SHIFT, which the compiler is to know.
     """
 
     FORMAT: tl.constexpr
-    COLUMN_WISE: tl.constexpr
+    COPIES: tl.constexpr
     ROW_SHIFT: tl.constexpr
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
@@ -83,15 +88,39 @@ class Operands(NamedTuple):
     partial_ptr: tl.tensor
 
 
+class PairOperands(NamedTuple):
+    """The matrices of one call of `ag_gemm_pair`; what `Operands` has, too, is as there.
+
+    Attributes:
+        column_ptr: elements of the own chunk [chunk_rows, k] with groups along columns.
+        column_scale_ptr: their scales [chunk_rows / 32, k].
+        left_ptr: [m, k] bf16 where the copy with groups along columns is dequantised.
+        right_ptr: [m, n] bf16, the right factor of the weight gradient.
+        gradient_ptr: [k, n] bf16, or fp32 with MAIN_GRAD.
+    """
+
+    x_ptr: tl.tensor
+    x_scale_ptr: tl.tensor
+    column_ptr: tl.tensor
+    column_scale_ptr: tl.tensor
+    w_ptr: tl.tensor
+    out_ptr: tl.tensor
+    gathered_ptr: tl.tensor
+    left_ptr: tl.tensor
+    right_ptr: tl.tensor
+    gradient_ptr: tl.tensor
+    partial_ptr: tl.tensor
+
+
 class BulkAgConfig(NamedTuple):
     """Constants of one compiled variant of an all-gather beside a GEMM; each is a constexpr.
 
-    FORMAT, COLUMN_WISE: of what is gathered, as in `AgGemmConfig`.
+    FORMAT, COPIES: of what is gathered: BF16 ROWS, or UNPACKED COLUMNS.
     HANDOVER: the product lies in symmetric memory that peers read in later calls.
     """
 
     FORMAT: tl.constexpr
-    COLUMN_WISE: tl.constexpr
+    COPIES: tl.constexpr
     TRANSPORT: tl.constexpr
     LAYOUT: tl.constexpr
     POLICY: tl.constexpr
@@ -188,11 +217,12 @@ class ScatterOperands(NamedTuple):
 class BulkRsConfig(NamedTuple):
     """Constants of one compiled variant of `bulk_rs`; every field is a constexpr.
 
-    FORMAT: of what is reduced: BF16.
+    FORMAT, COPIES: of what is reduced: BF16, ROWS.
     MAIN_GRAD: the product is added to an fp32 matrix instead of being rounded into a bf16 one.
     """
 
     FORMAT: tl.constexpr
+    COPIES: tl.constexpr
     TRANSPORT: tl.constexpr
     POLICY: tl.constexpr
     PHASE: tl.constexpr
@@ -204,6 +234,26 @@ class BulkRsConfig(NamedTuple):
     COPY_DEPTH: tl.constexpr
     REDUCE_ELEMENTS: tl.constexpr
     TILE_ROW_ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    STAGES: tl.constexpr
+    GROUP_M: tl.constexpr
+    SPLIT_K: tl.constexpr
+    CLAIM_RUN: tl.constexpr
+    XCDS: tl.constexpr
+    XCD_RUN: tl.constexpr
+    STORE_SPLITS: tl.constexpr
+    EVEN_K: tl.constexpr
+    EVEN_M: tl.constexpr
+    EVEN_N: tl.constexpr
+
+
+class GradientConfig(NamedTuple):
+    """Constants of the second GEMM of `ag_gemm_pair`, as in `BulkRsConfig`."""
+
+    MAIN_GRAD: tl.constexpr
+    LAYOUT: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_K: tl.constexpr

@@ -17,6 +17,7 @@ import triton.language as tl
 from kosmos_core.device.barrier import call_clean, elect_last, start_hold, start_publish
 from kosmos_core.device.flags import flag_arrive, flag_read, flag_wait
 from kosmos_core.device.layout import (
+    ALL_READY,
     ARRIVAL,
     COPY_DONE,
     COPY_QUEUE,
@@ -36,15 +37,18 @@ from kosmos_core.device.roles import TWO_WAY
 from kosmos_core.device.target import fence_async_proxy
 from kosmos_core.device.trace import COPY_IN, KEEP, MOVE, WAIT, trace_begin, trace_end
 
-from kosmos_tpsp.device.config import BUILD_ONLY, PULL, PUSH, UNPACKED
+from kosmos_tpsp.device.config import BOTH, BUILD_ONLY, PULL, PUSH, UNPACKED
 from kosmos_tpsp.device.rows import (
     Rows,
+    columns_after,
     copy_elements,
+    own_columns,
     own_rows,
     receive_elements,
     region_rows,
     rows_at,
     spoil_elements,
+    unpack_elements,
 )
 from kosmos_tpsp.device.unpack import landed_word, ready_word, slice_rows, unpack_landed
 
@@ -77,6 +81,12 @@ def copy_in(ops, ctx, call, standing, grid, k, CONFIG):
             rows_at(own, offset, CONFIG), rows_at(shard, offset, CONFIG), rows * k, CONFIG,
             ctx.TARGET,
         )  # fmt: skip
+        if CONFIG.FORMAT == UNPACKED and CONFIG.COPIES == BOTH:
+            columns = columns_after(shard, chunk)
+            copy_elements(
+                rows_at(own_columns(ops), offset, CONFIG), rows_at(columns, offset, CONFIG),
+                rows * k, CONFIG, ctx.TARGET,
+            )  # fmt: skip
         if elect_last(call.set_ptr + COPY_DONE, units, ctx.TARGET):
             start_publish(ctx, call)
         trace_end(ctx, COPY_IN, unit, begin)
@@ -163,12 +173,21 @@ def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
             place = rows_at(landing, call.rank * chunk + offset, CONFIG)
             sent = sent_rows(ops, chunk, offset, peer, CONFIG)
             copy_elements(sent, place, rows * k, CONFIG, ctx.TARGET)
+            if CONFIG.FORMAT == UNPACKED and CONFIG.COPIES == BOTH:
+                columns = columns_after(landing, chunk * ctx.WORLD)
+                place = rows_at(columns, call.rank * chunk + offset, CONFIG)
+                sent = rows_at(own_columns(ops), offset, CONFIG)
+                copy_elements(sent, place, rows * k, CONFIG, ctx.TARGET)
     else:
         place = gathered_rows(ops, chunk * ctx.WORLD, peer * chunk + offset, CONFIG)
         if standing.ok != 0:
             shard = region_rows(ctx, SHARD + call.parity, peer, chunk, CONFIG)
             source = rows_at(shard, offset, CONFIG)
             receive_elements(source, place, rows, k, CONFIG, ctx.TARGET)
+            if CONFIG.FORMAT == UNPACKED and CONFIG.COPIES == BOTH:
+                source = rows_at(columns_after(shard, chunk), offset, CONFIG)
+                to_ptr = ops.left_ptr + (peer * chunk + offset)
+                unpack_elements(source, to_ptr, rows, k, CONFIG, ctx.TARGET, True)
         else:
             spoil_elements(place, rows * k, CONFIG)
     return standing
@@ -186,6 +205,8 @@ def carry_unit(
         following = queue_claim(call.set_ptr + UNIT_QUEUE)
     if standing.ok != 0:
         flag_arrive(word_ptr, "sys" if CONFIG.TRANSPORT == PUSH else "gpu", ctx.TARGET)
+        if CONFIG.TRANSPORT != PUSH and CONFIG.FORMAT == UNPACKED and CONFIG.COPIES == BOTH:
+            flag_arrive(call.set_ptr + ALL_READY, "gpu", ctx.TARGET)
     return standing, following
 
 

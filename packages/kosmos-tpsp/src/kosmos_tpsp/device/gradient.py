@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from kosmos_core.device.barrier import start_hold_all
 from kosmos_core.device.gemm import add_accumulator
-from kosmos_core.device.layout import HANDOVER, PHASE_REDUCE, REDUCE_QUEUE, UNIT_QUEUE
+from kosmos_core.device.layout import HANDOVER, PHASE_REDUCE, REDUCE_QUEUE, TILE_QUEUE, UNIT_QUEUE
 from kosmos_core.device.peers import peer_ptr
 from kosmos_core.device.queue import queue_claim
 from kosmos_core.device.roles import TWO_WAY, is_mover_first
@@ -81,6 +81,33 @@ def build_gradient(ops, ctx, call, standing, rows, m, n, k, num_movers, split_ti
     Returns (standing, place): with two-way roles `place` is a unit that this workgroup has claimed
     and not added up yet; -1 if it has none.
     """
+    return build_product(
+        ops, ctx, call, standing, -1, rows, m, n, k, num_movers, split_tiles, CONFIG, alternate,
+        TILE_QUEUE,
+    )  # fmt: skip
+
+
+@triton.jit
+def build_product(
+    ops,
+    ctx,
+    call,
+    standing,
+    state,
+    rows,
+    m,
+    n,
+    k,
+    num_movers,
+    split_tiles,
+    CONFIG,
+    BEFORE: tl.constexpr,
+    QUEUE: tl.constexpr,
+):
+    """As `build_gradient`, of tiles in any queue that wait for something.
+
+    state, BEFORE, QUEUE: as `build_tiles` has them. Returns (standing, state).
+    """
     T: tl.constexpr = ctx.TARGET
     grid = Grid(m, tl.cdiv(m, CONFIG.BLOCK_M), tl.cdiv(n, CONFIG.BLOCK_N))
     left = matrix_view(ops.left_ptr, 1, k, m, CONFIG.BLOCK_K, CONFIG.BLOCK_M, T)
@@ -92,8 +119,8 @@ def build_gradient(ops, ctx, call, standing, rows, m, n, k, num_movers, split_ti
     builders = tl.maximum(tl.num_programs(0) - num_movers, 1)
     job = GradientJob(ops, grid, rows, n, k, num_movers, left, right, gradient)
     return build_tiles(
-        job, ctx, call, standing, tiles * 0 - 1, tiles, builders, split_tiles, CONFIG,
-        locate, alternate, multiply, store,
+        job, ctx, call, standing, tiles * 0 + state, tiles, builders, split_tiles, CONFIG,
+        locate, BEFORE, multiply, store, QUEUE,
     )  # fmt: skip
 
 

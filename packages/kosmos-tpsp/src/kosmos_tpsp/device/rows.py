@@ -12,7 +12,7 @@ import triton.language as tl
 from kosmos_core.device.mover import copy_run, fill_nan
 from kosmos_core.device.peers import peer_ptr
 
-from kosmos_tpsp.device.config import BF16, UNPACKED
+from kosmos_tpsp.device.config import BF16, COLUMNS, UNPACKED
 from kosmos_tpsp.device.mx import GROUP, move_groups, unpack_columns
 
 
@@ -49,6 +49,19 @@ def region_rows(ctx, region, rank, elements, CONFIG):
 
 
 @triton.jit
+def own_columns(ops):
+    """The copy with groups along columns that this rank was given besides."""
+    return Rows(ops.column_ptr, ops.column_scale_ptr)
+
+
+@triton.jit
+def columns_after(rows, elements):
+    """The copy with groups along columns that a region holds behind the other one."""
+    ptr = rows.ptr + elements + elements // GROUP
+    return Rows(ptr, ptr + elements)
+
+
+@triton.jit
 def rows_at(rows, offset, CONFIG):
     """The rows that begin `offset` elements further on, whole groups in MXFP8."""
     if CONFIG.FORMAT == BF16:
@@ -70,9 +83,11 @@ def copy_elements(src, dst, count, CONFIG, TARGET: tl.constexpr):
 
 
 @triton.jit
-def unpack_elements(src, dst_ptr, rows, k, CONFIG, TARGET: tl.constexpr):
-    """Dequantises MXFP8 rows of k elements to bf16; COLUMN_WISE: whole groups of rows."""
-    if CONFIG.COLUMN_WISE:
+def unpack_elements(
+    src, dst_ptr, rows, k, CONFIG, TARGET: tl.constexpr, ALONG_COLUMNS: tl.constexpr
+):
+    """Dequantises MXFP8 rows of k elements to bf16; ALONG_COLUMNS: whole groups of rows."""
+    if ALONG_COLUMNS:
         unpack_columns(
             src.ptr, src.scale_ptr, dst_ptr, rows // GROUP, k, CONFIG.COPY_ELEMENTS // GROUP,
             CONFIG.COPY_DEPTH, TARGET,
@@ -88,7 +103,7 @@ def unpack_elements(src, dst_ptr, rows, k, CONFIG, TARGET: tl.constexpr):
 def receive_elements(src, dst, rows, k, CONFIG, TARGET: tl.constexpr):
     """Brings rows of k elements to where builders read them, in what they multiply."""
     if CONFIG.FORMAT == UNPACKED:
-        unpack_elements(src, dst.ptr, rows, k, CONFIG, TARGET)
+        unpack_elements(src, dst.ptr, rows, k, CONFIG, TARGET, CONFIG.COPIES == COLUMNS)
     else:
         copy_elements(src, dst, rows * k, CONFIG, TARGET)
 

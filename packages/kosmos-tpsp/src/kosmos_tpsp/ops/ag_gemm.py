@@ -208,7 +208,7 @@ def _configs(
     fused = AgGemmConfig(
         **prepared.shared_constants(problem, plan),
         FORMAT=form,
-        COLUMN_WISE=tl.constexpr(0),
+        COPIES=codes.ROWS,
         ROW_SHIFT=tl.constexpr(prepared.row_shift(problem)),
         LAYOUT=tl.constexpr(LAYOUTS[layout]),
         ORDER=tl.constexpr(ORDERS[plan.order]),
@@ -279,7 +279,7 @@ def _gathered(
     if kept is not None and (pulls or dequantises):
         return kept
     if dequantises and (alone or not pulls):
-        return workspace.unpacked
+        return workspace.unpacked()
     if alone:
         return x
     region = workspace.buffer(int(words.GATHER.value))

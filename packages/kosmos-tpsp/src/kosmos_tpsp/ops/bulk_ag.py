@@ -271,7 +271,7 @@ def _configs(
         PHASE=codes.FUSED,
         HANDOVER=tl.constexpr(int(hands_over)),
         FORMAT=form,
-        COLUMN_WISE=tl.constexpr(int(form is not codes.BF16)),
+        COPIES=codes.ROWS if form is codes.BF16 else codes.COLUMNS,
         SCATTERS=tl.constexpr(0),
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),

@@ -310,6 +310,7 @@ def _configs(
         PHASE=codes.FUSED,
         MAIN_GRAD=tl.constexpr(int(adds)),
         FORMAT=codes.BF16,
+        COPIES=codes.ROWS,
         SCATTERS=tl.constexpr(1),
         SLICES=tl.constexpr(max(1, tile_row_rows // plan.unit_rows)),
         COPY_ELEMENTS=tl.constexpr(plan.copy_elements),

@@ -123,11 +123,11 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def check_types(options: Any, crew: str) -> None:
-    """The choices that all ops have, and the size of the crew for each peer, are of their types."""
+    """Choices that ops have in common, and the size of the crew for each peer, are of their types."""
     for name in ("traced", "force"):
         check_flag(name, getattr(options, name))
     for name in (crew, "split_k"):
-        check_int(name, getattr(options, name))
+        check_int(name, getattr(options, name, None))
     check_cap(options.cap)
 
 
