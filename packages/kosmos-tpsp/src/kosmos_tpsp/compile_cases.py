@@ -64,9 +64,10 @@ def compile_cases() -> list[CompileCase]:
         cases += bulk_rs_cases(target, machine)
         if has_mx():
             # It needs the extra, too.
-            from kosmos_tpsp.compile_mx import mx_cases
+            from kosmos_tpsp.compile_mx import mx_cases, pair_cases
 
             cases += mx_cases(target, machine)
+            cases += pair_cases(target, machine)
         cases += _small_cases(target)
     return cases
 

@@ -39,11 +39,15 @@ def await_every_row(job, ctx, call, standing, missing, tile, CONFIG):
 @triton.jit
 def build_second(ops, ctx, call, standing, grid, n, k, builders, CONFIG, GRADIENT):
     """A builder: tiles of dY^T X, [k, n], once no tile of the first product is left."""
-    missing = ctx.WORLD * grid.tile_rows * CONFIG.SLICES
-    if CONFIG.PHASE == BUILD_ONLY:
-        missing = missing * 0
     tokens = grid.chunk_rows * ctx.WORLD
-    return build_gradient(
-        ops, ctx, call, standing, k, n, tokens, builders, tokens * 0, GRADIENT, missing,
-        await_every_row, SECOND_QUEUE,
-    )  # fmt: skip
+    if CONFIG.PHASE == BUILD_ONLY:
+        return build_gradient(
+            ops, ctx, call, standing, k, n, tokens, builders, tokens * 0, GRADIENT,
+            QUEUE=SECOND_QUEUE,
+        )  # fmt: skip
+    else:
+        missing = ctx.WORLD * grid.tile_rows * CONFIG.SLICES
+        return build_gradient(
+            ops, ctx, call, standing, k, n, tokens, builders, tokens * 0, GRADIENT, missing,
+            await_every_row, SECOND_QUEUE,
+        )  # fmt: skip

@@ -123,7 +123,7 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def check_types(options: Any, crew: str) -> None:
-    """Choices that ops have in common, and the size of the crew for each peer, are of their types."""
+    """Choices that ops have in common, and the crew for each peer, are of their types."""
     for name in ("traced", "force"):
         check_flag(name, getattr(options, name))
     for name in (crew, "split_k"):
