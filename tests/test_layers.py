@@ -30,7 +30,15 @@ MAY_IMPORT = {
 }
 # The ladder inside a package. A file imports from its own rung and the one below, nothing else on
 # the ladder; files whose name is not here stand beside it.
-RUNGS = {"device": 0, "kernels": 0, "ops": 1, "functions": 2, "mx_functions": 2, "modules": 3}
+RUNGS = {
+    "device": 0,
+    "kernels": 0,
+    "ops": 1,
+    "linear_autograd": 2,
+    "functions": 2,
+    "mx_functions": 2,
+    "modules": 3,
+}
 ORDERED_ATOMICS = {f"kosmos_core/device/{name}.py" for name in ("flags", "queue", "barrier")}
 DATA_POLLS = {"kosmos_core/device/sentinel.py"}
 MAX_LINES = 500

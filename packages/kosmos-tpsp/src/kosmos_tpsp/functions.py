@@ -1,8 +1,4 @@
-"""Differentiable parallel linears: autograd over what `ops/linear_custom.py` computes.
-
-Compilers, tracers and other modes see its operators. Where nobody but autograd looks, the functions
-behind them are called directly: the dispatcher would cost half of a call's host time again.
-"""
+"""Differentiable parallel linears: autograd over what `ops/linear_custom.py` computes."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kosmos_core.errors import ArgumentError
-from kosmos_core.main_grad import is_executed
 from kosmos_core.worlds import World
 
+from kosmos_tpsp.linear_autograd import Kernel, differentiable
 from kosmos_tpsp.ops import linear_custom as custom
 from kosmos_tpsp.ops.linear import LinearOptions, refuse
 from kosmos_tpsp.ops.registry import AnyWorkspace, call_handle, resolve
@@ -162,104 +158,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.call = call
 
 
-def _column_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *backward_by(custom.column_linear_backward_op, ctx, dy), None
-
-
-def _row_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *backward_by(custom.row_linear_backward_op, ctx, dy), None
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """`column_linear` and its gradients, past the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
-        out = custom.column_linear(x, w, call)
-        _save(ctx, (x, w, call), out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if _is_observed(dy) or torch.is_grad_enabled():
-            return _column_backward(ctx, dy)
-        return *backward_by(custom.column_linear_backward, ctx, dy), None
-
-
-class _RowLinear(torch.autograd.Function):
-    """`row_linear` and its gradients, past the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
-        out = custom.row_linear(x, w, call)
-        _save(ctx, (x, w, call), out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if _is_observed(dy) or torch.is_grad_enabled():
-            return _row_backward(ctx, dy)
-        return *backward_by(custom.row_linear_backward, ctx, dy), None
-
-
-def _is_observed(*operands: Any) -> bool:
-    """Whether a compiler, tracer, transform, mode or tensor subclass is to see an operator.
-
-    In a backward so is a graph of gradients, for which the operators have no formula and say so.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in operands)
-    )
-
-
-def _column_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
-    if _is_observed(x, w):
-        out: torch.Tensor = custom.column_linear_op(x, w, call)
-        return out
-    if torch.is_grad_enabled():
-        out = _ColumnLinear.apply(x, w, call)  # type: ignore[no-untyped-call]
-        return out
-    return custom.column_linear(x, w, call)
-
-
-def _row_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
-    if _is_observed(x, w):
-        out: torch.Tensor = custom.row_linear_op(x, w, call)
-        return out
-    if torch.is_grad_enabled():
-        out = _RowLinear.apply(x, w, call)  # type: ignore[no-untyped-call]
-        return out
-    return custom.row_linear(x, w, call)
-
-
-def backward_by(
-    op: Any, ctx: Any, dy: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dw) by an operator, None for what is not wanted.
-
-    Args:
-        op: takes what was saved of the input, dy, w, the call, and which of the two are wanted.
-        ctx: of autograd, with saved tensors, of which w is the last, `owner` and `call`.
-        dy: gradient of the output.
-    """
-    *kept, w = ctx.saved_tensors
-    needs_dx, needs_dw = ctx.needs_input_grad[:2]
-    if kept[0] is None:
-        kept = [dy.new_empty(0, w.shape[1])]
-    if ctx.owner is not None:
-        w = ctx.owner
-        if getattr(w, "main_grad", None) is not None:
-            # Of `torch.autograd.grad(y, x)` nothing may be left in it.
-            needs_dw = needs_dw and is_executed(ctx.next_functions[1][0])
-    dx, dw = op(*kept, dy, w, ctx.call, needs_dx, needs_dw)
-    return dx if needs_dx else None, dw if needs_dw else None
-
-
-custom.column_linear_op.register_autograd(_column_backward, setup_context=_save)
-custom.row_linear_op.register_autograd(_row_backward, setup_context=_save)
+_column_linear = differentiable(
+    Kernel(custom.column_linear, custom.column_linear_op),
+    Kernel(custom.column_linear_backward, custom.column_linear_backward_op),
+    _save,
+    constants=1,
+)
+_row_linear = differentiable(
+    Kernel(custom.row_linear, custom.row_linear_op),
+    Kernel(custom.row_linear_backward, custom.row_linear_backward_op),
+    _save,
+    constants=1,
+)
 
 
 def reduce_replicated_grads(
@@ -301,7 +211,6 @@ def reduce_replicated_grads(
 __all__ = [
     "MXFP8",
     "LinearCall",
-    "backward_by",
     "column_parallel_linear",
     "reduce_replicated_grads",
     "row_parallel_linear",

@@ -10,26 +10,9 @@ from typing import Any
 import torch
 from kosmos_core.errors import ArgumentError
 
-from kosmos_tpsp.functions import backward_by
-from kosmos_tpsp.ops.mx_linear_custom import (
-    mx_column_linear_backward_op,
-    mx_column_linear_op,
-    mx_row_linear_backward_op,
-    mx_row_linear_op,
-)
+from kosmos_tpsp.linear_autograd import Kernel, differentiable
+from kosmos_tpsp.ops import mx_linear_custom as custom
 from kosmos_tpsp.ops.mx_weights import weights_changed
-
-
-def column_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
-    """[rows, in] -> [rows * ranks, out / ranks], as `column_parallel_linear` says."""
-    out: torch.Tensor = mx_column_linear_op(x, w, call, _keeps(w))[0]
-    return out
-
-
-def row_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
-    """[rows, in / ranks] -> [rows / ranks, out], as `row_parallel_linear` says."""
-    out: torch.Tensor = mx_row_linear_op(x, w, call, _keeps(w))[0]
-    return out
 
 
 def _keeps(w: torch.Tensor) -> bool:
@@ -48,15 +31,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.call = call
 
 
-def _column_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    return *backward_by(mx_column_linear_backward_op, ctx, dy), None, None
+_column_linear = differentiable(
+    Kernel(custom.mx_column_linear, custom.mx_column_linear_op),
+    Kernel(custom.mx_column_linear_backward, custom.mx_column_linear_backward_op),
+    _save,
+    constants=2,
+)
+_row_linear = differentiable(
+    Kernel(custom.mx_row_linear, custom.mx_row_linear_op),
+    Kernel(custom.mx_row_linear_backward, custom.mx_row_linear_backward_op),
+    _save,
+    constants=2,
+)
 
 
-def _row_backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    return *backward_by(mx_row_linear_backward_op, ctx, dy), None, None
+def column_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    """[rows, in] -> [rows * ranks, out / ranks], as `column_parallel_linear` says."""
+    out: torch.Tensor = _column_linear(x, w, call, _keeps(w))[0]
+    return out
 
 
-mx_column_linear_op.register_autograd(_column_backward, setup_context=_save)
-mx_row_linear_op.register_autograd(_row_backward, setup_context=_save)
+def row_linear(x: torch.Tensor, w: torch.Tensor, call: int) -> torch.Tensor:
+    """[rows, in / ranks] -> [rows / ranks, out], as `row_parallel_linear` says."""
+    out: torch.Tensor = _row_linear(x, w, call, _keeps(w))[0]
+    return out
+
 
 __all__ = ["column_linear", "row_linear", "weights_changed"]

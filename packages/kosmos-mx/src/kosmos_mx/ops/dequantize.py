@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from kosmos_core.errors import ArgumentError
 
 from kosmos_mx import reference
-from kosmos_mx.formats import num_groups
+from kosmos_mx.formats import Format, num_groups
 from kosmos_mx.kernels.dequantize import DequantizeConfig, dequantize_kernel
 from kosmos_mx.ops.launching import (
     BLOCK_COLS,
@@ -16,13 +18,51 @@ from kosmos_mx.ops.launching import (
     runs_kernels,
     target_of,
 )
-from kosmos_mx.tensor import MXTensor
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
+class Quantised(Protocol):
+    """What is asked of an `MXTensor` here: it calls this module, which cannot know it."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Elements."""
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Of their groups."""
+
+    @property
+    def axis(self) -> str:
+        """Along which groups lie."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Without padding."""
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Lengths that share no group."""
+
+    @property
+    def format(self) -> Format:
+        """Of the elements."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether columns lie together in memory."""
+
+    def t(self) -> Quantised:
+        """The transpose."""
+
+
 def dequantize(
-    x: MXTensor,
+    x: Quantised,
     dtype: torch.dtype = torch.bfloat16,
     *,
     padding: bool = False,
@@ -65,7 +105,7 @@ def dequantize(
     return values.t() if x.is_transposed else values
 
 
-def _cropped(values: torch.Tensor, stored: MXTensor) -> torch.Tensor:
+def _cropped(values: torch.Tensor, stored: Quantised) -> torch.Tensor:
     if tuple(values.shape) == stored.shape:
         return values
     if stored.axis == "row":
@@ -73,7 +113,7 @@ def _cropped(values: torch.Tensor, stored: MXTensor) -> torch.Tensor:
     return reference.crop_segments(values.t(), stored.segments).t().contiguous()
 
 
-def _by_reference(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+def _by_reference(stored: Quantised, dtype: torch.dtype) -> torch.Tensor:
     if stored.axis == "row":
         return reference.dequantize_rows(stored.data, stored.scales).to(dtype)
     upright = reference.dequantize_rows(stored.data.t(), stored.scales.t())
@@ -81,7 +121,7 @@ def _by_reference(stored: MXTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _launch(
-    stored: MXTensor, dtype: torch.dtype, target: int, out: torch.Tensor | None
+    stored: Quantised, dtype: torch.dtype, target: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     rows, cols = stored.data.shape
     if out is None:

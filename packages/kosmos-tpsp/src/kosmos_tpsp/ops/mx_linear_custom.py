@@ -2,7 +2,7 @@
 
 `torch.ops.kosmos.mx_column_linear(x, w, call, keep)`, `mx_row_linear(...)` and their `_backward`s;
 as those of `linear_custom`, and besides the output they return elements and scales of the input's
-column-wise copy as bytes, none unless `keep`.
+column-wise copy as bytes, none unless `keep`. Of each operator the plain function stands here too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Two = tuple[torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("kosmos::mx_column_linear", mutates_args=())
-def mx_column_linear_op(x: torch.Tensor, w: torch.Tensor, call: int, keep: bool) -> Three:
+def mx_column_linear(x: torch.Tensor, w: torch.Tensor, call: int, keep: bool) -> Three:
     """Forward of the column-parallel linear: x [m / world size, k], w [n, k] -> [m, n]."""
     workspace, options = resolve(call)
     out, kept = mx_linear.column_forward(x, w, workspace, options, keep)
     return out, *kept
 
 
-@torch.library.custom_op("kosmos::mx_row_linear", mutates_args=())
-def mx_row_linear_op(x: torch.Tensor, w: torch.Tensor, call: int, keep: bool) -> Three:
+mx_column_linear_op = torch.library.custom_op(
+    "kosmos::mx_column_linear", mx_column_linear, mutates_args=()
+)
+
+
+def mx_row_linear(x: torch.Tensor, w: torch.Tensor, call: int, keep: bool) -> Three:
     """Forward of the row-parallel linear: x [m, k], w [n, k] -> [m / world size, n]."""
     workspace, options = resolve(call)
     out, kept = mx_linear.row_forward(x, w, workspace, options, keep)
     return out, *kept
+
+
+mx_row_linear_op = torch.library.custom_op("kosmos::mx_row_linear", mx_row_linear, mutates_args=())
 
 
 @mx_column_linear_op.register_fake
@@ -50,8 +56,7 @@ def _kept_fake(x: torch.Tensor, chunks: int, keep: bool) -> Two:
     return x.new_empty(elements, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
 
 
-@torch.library.custom_op("kosmos::mx_column_linear_backward", mutates_args=())
-def mx_column_linear_backward_op(
+def mx_column_linear_backward(
     elements: torch.Tensor,
     scales: torch.Tensor,
     dy: torch.Tensor,
@@ -67,8 +72,12 @@ def mx_column_linear_backward_op(
     return made(w, mx_linear.column_backward(kept, dy, w, workspace, options, needs))
 
 
-@torch.library.custom_op("kosmos::mx_row_linear_backward", mutates_args=())
-def mx_row_linear_backward_op(
+mx_column_linear_backward_op = torch.library.custom_op(
+    "kosmos::mx_column_linear_backward", mx_column_linear_backward, mutates_args=()
+)
+
+
+def mx_row_linear_backward(
     elements: torch.Tensor,
     scales: torch.Tensor,
     dy: torch.Tensor,
@@ -82,6 +91,11 @@ def mx_row_linear_backward_op(
     needs = needs_dx, needs_dw
     kept = elements, scales
     return made(w, mx_linear.row_backward(kept, dy, w, workspace, options, needs))
+
+
+mx_row_linear_backward_op = torch.library.custom_op(
+    "kosmos::mx_row_linear_backward", mx_row_linear_backward, mutates_args=()
+)
 
 
 @mx_column_linear_backward_op.register_fake
