@@ -169,9 +169,13 @@ def plan(ops, ctx, call, standing, size, factors, tables, CONFIG):
         total = sum_blocks(ops, size, tables, CONFIG)
         if CONFIG.LOSS:
             reduce_losses(ops, size, factors, total, CONFIG)
+        else:
+            tl.store(ops.loss_ptr, 0.0)
         send_counts(ctx, call, tables, total, CONFIG)
         start_publish(ctx, call)
         flag_arrive(call.set_ptr + COUNTED, "gpu", ctx.TARGET)
+    else:
+        tl.store(ops.loss_ptr, float("nan"))
     for step in range(1, ctx.WORLD):
         peer = peer_at(call.rank, step, ctx.WORLD)
         standing = start_hold(ctx, call, standing, peer, PHASE_PLAN)

@@ -132,6 +132,7 @@ def prepare(
     options: MoeOptions,
     backward: bool = False,
     adds: bool = False,
+    with_loss: bool = True,
 ) -> Prepared:
     """The prepared call of a layer in one direction, planned once.
 
@@ -141,19 +142,25 @@ def prepare(
         options: choices of the call.
         backward: which direction.
         adds: whether a backward adds its weight gradients to what is there.
+        with_loss: whether a backward is given a gradient of the auxiliary loss.
 
     Raises:
         Rejected: a choice is not allowed, or the layer does not fit the workspace.
     """
-    key = (layer, options, backward, adds)
+    key = (layer, options, backward, adds, with_loss)
     call: Prepared | None = workspace.prepared.get(key)
     if call is None:
-        call = workspace.prepared[key] = _plan(layer, workspace, options, backward, adds)
+        call = workspace.prepared[key] = _plan(layer, workspace, options, backward, adds, with_loss)
     return call
 
 
 def _plan(
-    layer: Layer, workspace: MoEWorkspace, options: MoeOptions, backward: bool, adds: bool
+    layer: Layer,
+    workspace: MoEWorkspace,
+    options: MoeOptions,
+    backward: bool,
+    adds: bool,
+    with_loss: bool,
 ) -> Prepared:
     options.check()
     _check_room(layer, workspace)
@@ -180,7 +187,14 @@ def _plan(
     label = f"{name} {layer}"
     decline = _decline(layer, workspace, label)
     config = make_config(
-        layer, plan, workspace.machine, world.size, options.save, backward=backward, adds=adds
+        layer,
+        plan,
+        workspace.machine,
+        world.size,
+        options.save,
+        backward=backward,
+        adds=adds,
+        with_loss=with_loss,
     )
     call_hash = agreed_hash(
         name, layer, plan.block_m, config.UNIT_ROWS.value, options.save, decline is None,
@@ -265,6 +279,7 @@ def make_config(
     save: bool,
     backward: bool = False,
     adds: bool = False,
+    with_loss: bool = True,
 ) -> MoeConfig:
     """The constants of a launch."""
     router = layer.router
@@ -289,7 +304,9 @@ def make_config(
         "ROUTING": codes.GIVEN if layer.given else routing,
         "BIAS": int(layer.biased),
         "PADDING": int(layer.padded),
-        "LOSS": int(bool(router.aux_coefficient or router.z_coefficient) and not layer.given),
+        "LOSS": int(
+            with_loss and bool(router.aux_coefficient or router.z_coefficient) and not layer.given
+        ),
         "SHARED": int(layer.shared_inter > 0),
         "ROUTER_PARTS": 1 if layer.router_dtype == torch.bfloat16 else 3,
         "ROUTE_M": plan.router_block_m,

@@ -98,7 +98,9 @@ def moe_backward(
         adds = main_grads is not None
         if main_grads is not None:
             _check_main_grads(main_grads, saved)
-        call = prepare(saved.layer, workspace, options, backward=True, adds=adds)
+        call = prepare(
+            saved.layer, workspace, options, backward=True, adds=adds, with_loss=dloss is not None
+        )
         dy = dense(dy)
     if not saved.fused:
         workspace.agree(call.label, call.call_hash)
@@ -217,14 +219,12 @@ def _launch(
     dw1, dw2 = grads[:2]
     dweights = torch.empty((tokens, layer.router.topk), dtype=torch.float32, device=device)
     dshared = None if given.shared is None else (grads[2], grads[3])
-    if dloss is None:
-        dloss = torch.zeros(1, dtype=torch.float32, device=device)
     scratch = workspace.scratch
     shared1, shared2 = given.shared or (given.w1, given.w2)
     dshared1, dshared2 = dshared or (dw1, dw2)
     ops = BackwardOperands(
         dy_ptr=dy,
-        dloss_ptr=dloss.reshape(1),
+        dloss_ptr=drouter if dloss is None else dloss.reshape(1),
         x_ptr=given.x,
         router_ptr=given.router,
         bias_ptr=drouter if given.bias is None else given.bias,

@@ -327,7 +327,7 @@ def _launch(
     tokens, device = x.shape[0], x.device
     choices = (tokens, layer.router.topk)
     y = torch.empty_like(x)
-    loss = torch.zeros(1, dtype=torch.float32, device=device)
+    loss = torch.empty((), dtype=torch.float32, device=device)
     if given.routing is None:
         ids = torch.empty(choices, dtype=torch.int32, device=device)
         weights = torch.empty(choices, dtype=torch.float32, device=device)
@@ -354,7 +354,7 @@ def _launch(
         "tables_ptr": tables,
     }  # fmt: skip
     saved = MoeSaved(given, layer, layer.router, True, kept if options.save else {})
-    return MoeResult(y, loss[0], ids, weights), saved
+    return MoeResult(y, loss, ids, weights), saved
 
 
 __all__ = [
