@@ -197,8 +197,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def explore(session: nox.Session) -> None:
-    """Explore schedules at length; arguments after `--` go to `kosmos_tpsp explore`."""
-    run_in_env(session, "-m", "kosmos_tpsp", "explore", *session.posargs)
+    """Explore schedules at length: `nox -s explore -- [kosmos_tpsp|kosmos_moe] [OPTIONS]`."""
+    module, arguments = "kosmos_tpsp", session.posargs
+    if arguments and arguments[0] in ("kosmos_tpsp", "kosmos_moe"):
+        module, *arguments = arguments
+    run_in_env(session, "-m", module, "explore", *arguments)
 
 
 @for_each_package("build", reuse_venv=True)

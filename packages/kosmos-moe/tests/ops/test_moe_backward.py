@@ -34,6 +34,8 @@ def check(calls: list[Call], seeds: range = range(2), **options: Any) -> None:
     for seed in seeds:
         rig = Rig([*calls, calls[0]], ledger=ledger)
         schedule = Schedule.draw(seed, size, options.get("wgs", 4))
+        if calls[0].options.policy != "two_way":
+            schedule = replace(schedule, slots=None)
         run = run_on_cpu(size, rig, schedule, **options)
         assert run.problems == [], f"{schedule}\n" + "\n".join(run.problems)
         assert all(v.repeated for v in run.verdicts[-1:])
@@ -58,7 +60,10 @@ def test_every_router(name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_numbers_of_ranks(ranks: int, vendor: str) -> None:
     tokens = tuple((17, 0, 9, 30)[r % 4] for r in range(ranks))
-    check([call_of(*tokens, experts=3 * ranks, shared_inter=16)], range(1), vendor=vendor)
+    policy = {1: "serial", 3: "two_way", 4: "planned_split"}[ranks]
+    options = MoeOptions(save=True, policy=policy)
+    call = call_of(*tokens, experts=3 * ranks, shared_inter=16, options=options)
+    check([call], range(1), vendor=vendor)
 
 
 def test_eight_ranks() -> None:

@@ -34,7 +34,7 @@ def check(
     for seed in seeds:
         rig = Rig([*calls, calls[0]], capacity=capacity, first_epoch=epoch, ledger=ledger)
         schedule = Schedule.draw(seed, size, options.get("wgs", 4))
-        if calls[0].options.policy != "two_way":
+        if any(call.options.policy != "two_way" for call in calls):
             schedule = replace(schedule, slots=None)
         run = run_on_cpu(size, rig, schedule, **options)
         assert run.problems == [], f"{schedule}\n" + "\n".join(run.problems)
@@ -68,7 +68,10 @@ def test_every_number_of_ranks(ranks: int, vendor: str) -> None:
     call = call_of(*tokens, experts=3 * ranks, shared_inter=16)
     wgs = 4 if ranks < 8 else 2
     seeds = range(2) if ranks < 8 else range(1)
-    check([call, replace(call, tokens=tokens[::-1], data=1)], seeds, vendor=vendor, wgs=wgs)
+    # The other policies between calls of the first one.
+    options = MoeOptions(policy="planned_split" if vendor == "nvidia" else "serial")
+    other = replace(call, tokens=tokens[::-1], data=1, options=options)
+    check([call, other], seeds, vendor=vendor, wgs=wgs)
 
 
 HOSTILE = {
@@ -158,6 +161,23 @@ def test_what_fits_a_small_arena_runs_fused(on_cpu: Callable[..., Any]) -> None:
     call = call_of(20, 20, 20, routing="uniform", options=options)
     call = replace(call, router=RouterOptions(2, forced="uniform"))
     assert on_cpu(3, run_once, call, 1.0) == ["", "", ""]
+
+
+def test_a_graph_may_not_hold_what_the_host_must_look_at(
+    on_cpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def host(rank: int, world: World) -> str:
+        call = call_of(9)
+        workspace = Rig([call], capacity=0.5).workspace(world)
+        given = Operands(0, world.device).inputs(call, rank)
+        monkeypatch.setattr(world, "is_capturing", lambda: True)
+        with pytest.raises(WorkspaceError, match="capacity=None") as caught:
+            make(call, given, workspace)
+        monkeypatch.undo()
+        workspace.destroy()
+        return str(caught.value)
+
+    on_cpu(1, host)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -53,10 +53,10 @@ from kosmos_moe.router import SCORES
 @click.option("--schedules", type=int, help="Schedules to run.  [default: 3 on cpu:N, else 1]")
 @click.option(
     "--direction",
-    type=click.Choice(("fwd", "both")),
+    type=click.Choice(("fwd", "bwd", "both")),
     default="both",
     show_default=True,
-    help="With its backward or without.",
+    help="With its backward or without; a backward needs its forward.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object and nothing else.")
 def check(plant: str | None, as_json: bool, **choices: Any) -> int:

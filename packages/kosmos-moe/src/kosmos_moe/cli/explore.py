@@ -22,8 +22,8 @@ CHECKS = {
     "strict": True,
     "stale": True,
     "weak": "late or random",
-    "results": "experts, weights and losses against the reference, rows against FP64, equal calls "
-    "bit by bit",
+    "results": "experts, weights and losses against the reference, rows and gradients against "
+    "FP64, equal calls bit by bit",
 }
 
 
@@ -58,6 +58,7 @@ def explore(
     """
     begin = time.monotonic()
     hashes: set[str] = set()
+    backwards: set[str] = set()
     ranks: Counter[str] = Counter()
     failures: list[Found] = []
     calls = runs = 0
@@ -67,6 +68,8 @@ def explore(
         for found in results:
             runs, calls = runs + 1, calls + found.calls
             hashes |= {found.schedule_hash} - {""}
+            if found.backward:
+                backwards.add(found.schedule_hash)
             ranks[str(found.ranks)] += 1
             if found.problem:
                 failures.append(found)
@@ -76,13 +79,14 @@ def explore(
                 break
     took = time.monotonic() - begin
     click.echo(
-        f"moe_forward: {len(hashes)} distinct schedules in {runs} runs, {calls} calls by rank, "
-        f"{len(failures)} failures, {took:.0f} s"
+        f"moe: {len(hashes)} distinct schedules, {len(backwards)} of them with backwards, in "
+        f"{runs} runs, {calls} calls by rank, {len(failures)} failures, {took:.0f} s"
     )
     if json_path is not None:
         summary = {
-            "op": "moe_forward",
+            "op": "moe_forward and moe_backward",
             "schedules": len(hashes),
+            "with_backward": len(backwards),
             "runs": runs,
             "calls": calls,
             "ranks": dict(sorted(ranks.items())),

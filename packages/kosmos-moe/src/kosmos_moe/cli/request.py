@@ -144,7 +144,7 @@ class Request:
             policy=self.switching,
             transport=self.transport,
             order=self.push_order,
-            save=self.direction == "both",
+            save=self.direction != "fwd",
         )
 
     def sequence(self) -> list[Call]:

@@ -77,9 +77,10 @@ class Scenario:
         try:
             run = run_on_cpu(self.ranks, rig, self.schedule, wgs=self.wgs, vendor=self.vendor)
         except Exception:
-            return Found(self.seed, self.ranks, "", 0, traceback.format_exc())
+            return Found(self.seed, self.ranks, False, "", 0, traceback.format_exc())
         problem = "\n".join(run.problems)
-        return Found(self.seed, self.ranks, run.schedule_hash, len(run.verdicts), problem)
+        back = any(call.options.save for call in self.calls)
+        return Found(self.seed, self.ranks, back, run.schedule_hash, len(run.verdicts), problem)
 
     def __str__(self) -> str:
         calls = "; ".join(str(call) for call in self.calls)
@@ -94,6 +95,7 @@ class Found:
     Attributes:
         seed: of the scenario.
         ranks: how many it had.
+        backward: whether some of its calls had a backward.
         schedule_hash: identifies its schedule, "" if it did not get that far.
         calls: calls that ended, over all ranks.
         problem: what is wrong, "" if nothing is.
@@ -101,6 +103,7 @@ class Found:
 
     seed: int
     ranks: int
+    backward: bool
     schedule_hash: str
     calls: int
     problem: str

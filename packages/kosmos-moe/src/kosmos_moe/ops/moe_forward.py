@@ -169,6 +169,14 @@ def run_forward(
             raise Rejected(WORKSPACE, error) from error
         layer = check_inputs(given, workspace, router)
         call = prepare(layer, workspace, options)
+        if call.can_overflow and workspace.world.is_capturing():
+            raise Rejected(
+                WORKSPACE,
+                WorkspaceError(
+                    "capacity: after each call the host reads whether it fitted, which a capture "
+                    "does not allow; create the workspace with capacity=None"
+                ),
+            )
         given = _dense(given)
     if call.decline is not None:
         workspace.agree(call.label, call.call_hash)
