@@ -118,7 +118,7 @@ def pair_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
         "KEEP_GATHERED": 0,
         "SCATTERS": 0,
         "SLICES": 4,
-        "COPY_DEPTH": MAX_COPY_DEPTH,
+        "COPY_DEPTH": COPY_DEPTH,
         "GROUP_M": 8,
         "GROUP_ROWS": 1,
         "CLAIM_RUN": CLAIM_RUNS[0] if machine.rule_set == "h200" else 1,

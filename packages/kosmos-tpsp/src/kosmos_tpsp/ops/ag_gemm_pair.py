@@ -117,7 +117,7 @@ def ag_gemm_pair(
             ("main_grad", main_grad, (k, n), torch.float32),
         ):
             if t is not None:
-                validate.check_out(name, t, shape, x.device, given, dtype)
+                validate.check_out(name, t, shape, workspace, given, dtype)
                 given[name] = t
         if out is None:
             out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
