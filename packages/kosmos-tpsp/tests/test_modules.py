@@ -447,10 +447,9 @@ def test_who_looks_on_sees_operators_that_give_the_same(
 ) -> None:
     def host(rank: int, world: World) -> None:
         layer = layer_type(HIDDEN, INNER, group=world, max_tokens=TOKENS, bias=False)
-        rows, features = (TOKENS // 2, HIDDEN)
-        if layer_type is RowParallelLinear:
-            rows, features = TOKENS, HIDDEN // 2
-        x = torch.randn(rows, features).bfloat16().requires_grad_()
+        column = layer_type is ColumnParallelLinear
+        shape = (TOKENS // 2, HIDDEN) if column else (TOKENS, HIDDEN // 2)
+        x = torch.randn(shape).bfloat16().requires_grad_()
 
         def step() -> tuple[torch.Tensor, ...]:
             y = layer(x)
@@ -460,7 +459,7 @@ def test_who_looks_on_sees_operators_that_give_the_same(
         recorder = Recorder()
         with recorder:
             seen = step()
-        op = "column_linear" if layer_type is ColumnParallelLinear else "row_linear"
+        op = "column_linear" if column else "row_linear"
         assert [name for name in recorder.names if name.startswith(op)] == [op, f"{op}_backward"]
         for one, other in zip(plain, seen, strict=True):
             assert torch.equal(one, other)
