@@ -287,27 +287,36 @@ def test_nothing_past_the_contraction_enters_a_sum(target: tl.constexpr) -> None
 
 @triton.jit
 def add_kernel(
-    a_ptr, c_ptr, rows, cols, BLOCK: tl.constexpr, SPLITS: tl.constexpr, TARGET: tl.constexpr
+    a_ptr,
+    c_ptr,
+    rows,
+    cols,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
-    c = matrix_view(c_ptr, 1, rows, cols, BLOCK, BLOCK // SPLITS, TARGET)
+    c = matrix_view(c_ptr, 2, rows, cols, BLOCK, BLOCK // SPLITS, TARGET)
     offsets = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     for row in range(0, rows, BLOCK):
         for col in range(0, cols, BLOCK):
             acc = tl.load(a_ptr + offsets)
-            add_accumulator(c, row, col, acc, BLOCK, BLOCK, SPLITS, TARGET)
+            add_accumulator(c, CHUNK, row, col, acc, BLOCK, BLOCK, SPLITS, TARGET)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_tile_is_added_to_what_is_there(target: tl.constexpr, splits: int) -> None:
     generator = torch.Generator().manual_seed(6)
-    tile, held = torch.randn(32, 32, generator=generator), torch.randn(40, 56, generator=generator)
+    tile = torch.randn(32, 32, generator=generator)
+    held = torch.randn(2, 40, 56, generator=generator)
     with Executor() as ex:
         a, c = ex.tensor(0, tile, "a"), ex.tensor(0, held.clone(), "c")
-        add_kernel[(1,)](a, c, 40, 56, 32, splits, target)
+        add_kernel[(1,)](a, c, 40, 56, 1, 32, splits, target)
         ex.run()
     rows, cols = torch.arange(40) % 32, torch.arange(56) % 32
-    assert torch.equal(c, held + tile[rows][:, cols])
+    assert torch.equal(c[0], held[0])
+    assert torch.equal(c[1], held[1] + tile[rows][:, cols])
 
 
 @triton.jit

@@ -458,7 +458,7 @@ WRONG: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "added twice": (
         gradient.store, "CONFIG.STORE_SPLITS, ctx.TARGET,\n        )",
         "CONFIG.STORE_SPLITS, ctx.TARGET,\n        )\n"
-        "        add_accumulator(\n            job.gradient, tile.row_block * CONFIG.BLOCK_M, "
+        "        add_accumulator(\n            job.gradient, 0, tile.row_block * CONFIG.BLOCK_M, "
         "tile.column * CONFIG.BLOCK_N, acc, CONFIG.BLOCK_M, CONFIG.BLOCK_N, CONFIG.STORE_SPLITS, "
         "ctx.TARGET,\n        )",
         {"adds": True},
