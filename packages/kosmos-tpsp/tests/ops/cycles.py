@@ -59,6 +59,7 @@ def measure(rank: int, world: World) -> dict[str, Any]:
         cycle(rank, world, op, 1024, 256)
     world.barrier()
     before = held(world)
+    world.barrier()  # nobody makes one while others count
     for i in range(CYCLES):
         cycle(rank, world, ops[i % len(ops)], 1024, 256)
     world.barrier()
