@@ -91,7 +91,8 @@ void check(const Program& program) {
                 require(q.need_lo[i] >= 0 && q.need_hi[i] <= counters, "need out of range");
                 require(q.sig_lo[i] >= 0 && q.sig_hi[i] <= counters, "signal out of range");
                 require(q.then[i] >= -1 && q.then[i] < static_cast<int>(size), "then out of range");
-                require(kind == kTiles || (q.flow[i] >= 0 && q.flow[i] < flows),
+                // A tile's 0 is no flow.
+                require(q.flow[i] >= 0 && q.flow[i] < flows + (kind == kTiles ? 1 : 0),
                         "flow out of range");
             }
         }

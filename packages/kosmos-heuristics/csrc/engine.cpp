@@ -216,8 +216,8 @@ class Engine {
         self.started = now_;
         const Queue& items = p_.ranks[rank].queues[queue];
         int resource = rank;
-        if (queue != kTiles) {
-            const int index = items.flow[item];
+        const int index = queue == kTiles ? items.flow[item] - 1 : items.flow[item];
+        if (index >= 0) {
             const Flow& flow = p_.flows[index];
             resource = num_ranks_ + index;
             ++moving_[rank];

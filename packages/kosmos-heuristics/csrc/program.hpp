@@ -8,7 +8,7 @@
 namespace kosmos {
 
 // CORE_VERSION of simulate/program.py.
-constexpr int kCoreVersion = 1;
+constexpr int kCoreVersion = 2;
 
 enum QueueKind : int { kTiles = 0, kUpstream = 1, kDownstream = 2, kNumQueues = 3 };
 enum Role : int { kBuilder = 0, kMover = 1, kReducer = 2, kDual = 3, kPlanned = 4, kGone = 5 };

@@ -122,6 +122,20 @@ def test_a_continuation_stays_with_its_workgroup() -> None:
     assert played.end_us[0] == pytest.approx(6.0)
 
 
+def test_a_builder_sends_its_tile_before_it_claims_the_next() -> None:
+    rank = rank_of([BUILDER, REDUCER])
+    rank.queues[TILES].add(10.0)
+    rank.queues[TILES].add(10.0)
+    sent = rank.queues[TILES].add_continuation(0, 50.0, NO_COUNTER, (0, 1), flow=1)
+    rank.queues[DOWNSTREAM].add(20.0, 0, (0, 1))
+    played = engine.play(program(rank, 2, [1]), trace=True)
+    ends = {(s.queue, s.item): s.end_us for s in played.spans}
+    # 50 bytes at 10 a microsecond; then the sum has the flow to itself, beside the second tile.
+    assert ends[TILES, sent] == pytest.approx(15.0)
+    assert ends[DOWNSTREAM, 0] == pytest.approx(17.0)
+    assert ends[TILES, 1] == pytest.approx(25.0)
+
+
 @pytest.mark.parametrize("core", ["python", pytest.param("native", marks=needs_native)])
 def test_what_nobody_can_start_is_reported(core: str) -> None:
     rank = rank_of([BUILDER])
@@ -157,7 +171,8 @@ def random_program(seed: int) -> Program:
             spec.queues[TILES].add(draw.uniform(1, 9), 0, (at, at + 1), (at + 1, at + 2))
             spec.queues[DOWNSTREAM].add(draw.uniform(1, 99), flow, (at + 1, at + 2))
         if draw.random() < 0.5:
-            spec.queues[TILES].add_continuation(0, 3.0, NO_COUNTER)
+            flow = draw.choice((0, rank * ranks + 1))
+            spec.queues[TILES].add_continuation(0, 3.0, NO_COUNTER, flow=flow)
     table = [0.0] + [9.0 / movers**0.7 for movers in range(1, ranks * wgs + 1)]
     return Program(
         ranks=specs,

@@ -1,4 +1,4 @@
-"""Command line: ``python -m kosmos_heuristics plan|validate ...``."""
+"""Command line: ``python -m kosmos_heuristics COMMAND ...``; ``--help`` lists the commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from kosmos_heuristics.cli_fit import fit_command
 from kosmos_heuristics.cli_plan import plan
 from kosmos_heuristics.cli_validate import validate
 from kosmos_heuristics.errors import HeuristicsError
@@ -20,6 +21,7 @@ def cli() -> None:
 
 cli.add_command(plan)
 cli.add_command(validate)
+cli.add_command(fit_command)
 for command in COMMANDS:
     cli.add_command(command)
 

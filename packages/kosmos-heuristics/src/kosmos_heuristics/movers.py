@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kosmos_heuristics.checks import cdiv
 from kosmos_heuristics.machine import Machine
@@ -21,21 +22,32 @@ B3_MOVERS_NARROW = 8
 # Two movers share a tile row, so that counters above 1 are exercised on the CPU too.
 EXECUTOR_MOVERS_PER_PEER = 2
 
-# Rules from curves, fitted to ag_gemm on two pairs of H200s (docs/decisions/0003-h200-rules.md).
+# Rules from curves, fitted to ag_gemm on two H200s (fit.py, docs/decisions/0003-h200-rules.md).
 # Beside builders, which load the memory system, it takes so many movers to bring the transport's
 # peak; of fewer, each brings a little more than its share.
 SATURATING_CREW = 24
-SHARE_EXPONENT = 1.25
+SHARE_EXPONENT = 1.3
 # Tiles that are still built one after the other once the last unit has arrived.
 TILES_AFTER_ARRIVAL = 0.6
 # Building workgroups that a mover costs: itself, and what its traffic slows the others.
-MOVER_WEIGHT = 1.25
+MOVER_WEIGHT = 1.45
 # Crews that are considered, in WGs over all peers: from MIN_CREW in steps, up to half the WGs.
 MIN_CREW = 8
 CREW_QUANTUM = 4
 # The smallest crew is taken whose predicted time is this close to the best.
 CLOSE = 1.005
 
+
+class CrewConstants(NamedTuple):
+    """Constants of the crew rule, as above."""
+
+    saturating_crew: int = SATURATING_CREW
+    share_exponent: float = SHARE_EXPONENT
+    mover_weight: float = MOVER_WEIGHT
+    tiles_after_arrival: float = TILES_AFTER_ARRIVAL
+
+
+CREWS = CrewConstants()
 EXTRAPOLATED_MXFP8 = "MXFP8 not measured: the BF16 constants with its bytes (extrapolated)"
 
 
@@ -75,12 +87,14 @@ def _paper(problem: AgGemmProblem) -> MoverChoice:
     )
 
 
-def gather_ms(problem: TpProblem, machine: Machine, way: str, crew: int) -> float:
+def gather_ms(
+    problem: TpProblem, machine: Machine, way: str, crew: int, constants: CrewConstants = CREWS
+) -> float:
     """Milliseconds in which a crew moves everything while others build; 0 without peers."""
     if problem.num_peers == 0:
         return 0.0
-    missing = max(0.0, 1.0 - crew / SATURATING_CREW)
-    share = 1.0 - math.pow(missing, SHARE_EXPONENT)
+    missing = max(0.0, 1.0 - crew / constants.saturating_crew)
+    share = 1.0 - math.pow(missing, constants.share_exponent)
     return problem.remote_bytes / (share * machine.peak_gbps(way, problem.num_peers) * 1e6)
 
 
@@ -90,20 +104,28 @@ def gemm_ms(problem: TpProblem, machine: Machine) -> float:
     return problem.flops / (rate * 1e9)
 
 
-def _fused_ms(
-    problem: TpProblem, machine: Machine, way: str, crew: int, tiles_after: float
+def crew_ms(
+    problem: TpProblem,
+    machine: Machine,
+    way: str,
+    crew: int,
+    tiles_after: float | None = None,
+    constants: CrewConstants = CREWS,
 ) -> float:
     """Milliseconds of a call with a crew, as far as the crew decides them.
 
-    The longer of transport, which ``tiles_after`` tiles follow, and of building, which the crew
-    delays: up to ``SATURATING_CREW`` equally much with any crew.
+    The longer of transport, which ``tiles_after`` tiles follow (None: as after a gather), and of
+    building, which the crew delays: up to the saturating crew equally much with any.
     """
-    gather = gather_ms(problem, machine, way, crew)
+    if tiles_after is None:
+        tiles_after = constants.tiles_after_arrival
+    gather = gather_ms(problem, machine, way, crew, constants)
     gemm = gemm_ms(problem, machine)
     tiles = max(1.0, problem.m / machine.tile.block_m * problem.n / machine.tile.block_n)
     tile_ms = gemm * machine.num_wgs / tiles
-    most = max(crew, SATURATING_CREW)
-    delay = gather_ms(problem, machine, way, most) * MOVER_WEIGHT * most / machine.num_wgs
+    most = max(crew, constants.saturating_crew)
+    delay = gather_ms(problem, machine, way, most, constants)
+    delay *= constants.mover_weight * most / machine.num_wgs
     return max(gather + tiles_after * tile_ms, gemm + delay)
 
 
@@ -124,7 +146,7 @@ def balanced_crew(
         measured: What to say of the rule's source, if it was not fitted to this operation.
     """
     crews = range(MIN_CREW, max(MIN_CREW, machine.num_wgs // 2) + 1, CREW_QUANTUM)
-    times = {crew: _fused_ms(problem, machine, way, crew, tiles_after) for crew in crews}
+    times = {crew: crew_ms(problem, machine, way, crew, tiles_after) for crew in crews}
     crew = next(crew for crew in crews if times[crew] <= CLOSE * min(times.values()))
     gather, gemm = gather_ms(problem, machine, way, crew), gemm_ms(problem, machine)
     decides = "bytes decide" if gather >= gemm else "GEMM decides"

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kosmos_heuristics.errors import ProblemError
 from kosmos_heuristics.simulate import calibrate as fitting
+from kosmos_heuristics.simulate import predict as predicting
 from kosmos_heuristics.simulate.model import DTYPES, SimMachine, sim_machine
 from kosmos_heuristics.simulate.moe import POLICIES as MOE_POLICIES
 from kosmos_heuristics.simulate.moe import PUSH_ORDERS, MoeCase
@@ -232,4 +233,31 @@ def calibrate_command(machine: str, measured: str | None, rounds: int, output: s
         file.write("\n")
 
 
-COMMANDS = (simulate_command, reproduce_command, calibrate_command)
+@click.command("predict")
+@click.option("--machine", default="h200", show_default=True, help="A packaged machine.")
+@click.option("--ranks", default=8, show_default=True, type=click.IntRange(2, 8))
+@click.option("--json", "path", required=True, type=click.Path(dir_okay=False), help="To write.")
+def predict_command(machine: str, ranks: int, path: str) -> None:
+    """Predict all TP+SP shapes and expert layers (BF16) in a group of so many ranks."""
+    described = sim_machine(machine)
+    rows = predicting.predict_tp(predicting.tp_cases(ranks, machine), described)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("expert layers", total=None)
+        rows += predicting.predict_ep(
+            predicting.ep_cases(ranks),
+            described,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    head = {
+        "schema": predicting.SCHEMA,
+        "prediction": f"simulated, not measured: {ranks} x {machine}",
+        "command": f"python -m kosmos_heuristics predict --machine {machine} --ranks {ranks}",
+        "machine": asdict(described),
+    }
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{lines}\n  ]\n}}\n')
+    click.echo(f"{len(rows)} predictions written: {path}")
+
+
+COMMANDS = (simulate_command, reproduce_command, calibrate_command, predict_command)

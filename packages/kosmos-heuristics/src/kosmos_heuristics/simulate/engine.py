@@ -197,8 +197,8 @@ class Engine:
         self._started[rank][wg] = self._now
         items = self._p.ranks[rank].queues[queue]
         resource = rank
-        if queue != TILES:
-            index = items.flow[item]
+        index = items.flow[item] - 1 if queue == TILES else items.flow[item]
+        if index >= 0:
             flow = self._p.flows[index]
             resource = len(self._p.ranks) + index
             self._moving[rank] += 1

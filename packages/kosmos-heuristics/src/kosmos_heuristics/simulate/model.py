@@ -16,6 +16,7 @@ from kosmos_heuristics.parts import FIX
 SIM_MACHINES = ("h200", "mi350x", "mi355x")
 TOPOLOGIES = ("mesh", "switch")
 RULES = ("table_b3", "saturate")
+REDUCES = ("pull", "push")
 # Rows at which gathered data is declared ready, and of an expert's row block.
 TILE_ROW = 256
 # A crew is close to the transport's limit at this share of it.
@@ -29,6 +30,7 @@ _MAY_BE_ZERO = (
     "unit_us",
     "flag_us",
     "sentinel",
+    "sum_gbps",
     "launch_us",
     "build_drag",
     "move_drag",
@@ -65,6 +67,9 @@ class SimMachine:
         copy_gbps: GB/s that one mover pulls (all-gather).
         push_gbps: GB/s that one mover pushes (dispatch, combine).
         reduce_gbps: GB/s that one mover pulls and sums (reduce-scatter).
+        reduces: How a fused reduction gets its partial tiles: movers ``pull`` them, or builders
+            ``push`` them to their owner, whose movers add up what lies there.
+        sum_gbps: GB/s that one mover reads when it adds up what lies there; 0 where none does.
         sentinel: Share by which polling data and poisoning it anew lengthen a fused reduction.
         link_gbps: GB/s of one link (mesh), or of all of a rank's links (switch).
         sharpness: How sharply copies saturate: ``(a^-s + b^-s)^(-1/s)`` of both limits.
@@ -104,6 +109,8 @@ class SimMachine:
     copy_gbps: float
     push_gbps: float
     reduce_gbps: float
+    reduces: str
+    sum_gbps: float
     sentinel: float
     link_gbps: float
     sharpness: float
@@ -127,8 +134,9 @@ class SimMachine:
             raise MachineError("name", self.name, "a name", FIX)
         check_choice(MachineError, "topology", self.topology, TOPOLOGIES, FIX)
         check_choice(MachineError, "rules", self.rules, RULES, FIX)
+        check_choice(MachineError, "reduces", self.reduces, REDUCES, FIX)
         for item in fields(self):
-            if item.name in ("name", "topology", "rules"):
+            if item.name in ("name", "topology", "rules", "reduces"):
                 continue
             value = getattr(self, item.name)
             if item.name in _COUNTS:

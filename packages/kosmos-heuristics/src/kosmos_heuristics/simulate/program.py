@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # Of what this module says to the native core; an older build is not used.
-CORE_VERSION = 1
+CORE_VERSION = 2
 # Queues of a rank. A mover's queue is drained from the start; the other is offered as it fills.
 TILES, UPSTREAM, DOWNSTREAM = 0, 1, 2
 # Roles a workgroup may start in.
@@ -24,7 +24,8 @@ class Queue:
 
     Args:
         cost: Tiles: microseconds while every workgroup builds. Transfers: bytes.
-        flow: Transfers: the flow that carries them. Tiles: 0.
+        flow: Transfers: the flow that carries them. Tiles: 0, and of a continuation in which the
+            builder itself sends, one more than the flow; its cost is then in bytes.
         need_lo: First counter that must be zero before the item starts.
         need_hi: One past the last such counter; equal to ``need_lo`` if it waits for nothing.
         sig_lo: First counter that the finished item takes one off.
@@ -55,10 +56,15 @@ class Queue:
         self.claims += 1
 
     def add_continuation(
-        self, item: int, cost: float, need: tuple[int, int], signal: tuple[int, int] = NO_COUNTER
+        self,
+        item: int,
+        cost: float,
+        need: tuple[int, int],
+        signal: tuple[int, int] = NO_COUNTER,
+        flow: int | None = None,
     ) -> int:
         """Append what the workgroup that ends ``item`` goes on with, and return its index."""
-        self._append(cost, self.flow[item], need, signal)
+        self._append(cost, self.flow[item] if flow is None else flow, need, signal)
         self.then[item] = len(self.cost) - 1
         return len(self.cost) - 1
 

@@ -38,6 +38,8 @@ RS_ORDERS = ("band_major", "row_major")
 REDUCE_ROWS = 64
 # Tile rows of a band: the smallest fits Tables C.5 and C.6 best.
 BAND_ROWS = 1
+# Least bytes of a mover's unit where the rules are not the paper's, whose units follow the crew.
+UNIT_BYTES = 1 << 18
 # Waits, each with its acquire, in a contraction over tokens that arrive meanwhile.
 WEIGHT_STEPS = 4
 # Bytes of an MXFP8 element with its share of the scale, against BF16's two.
@@ -252,8 +254,15 @@ class Builder:
     def _unit_bytes(self, size: float, wg_gbps: float) -> float:
         return size + self._machine.unit_us * wg_gbps * 1e3
 
-    def _tile(self, k: int, need: tuple[int, int], signal: tuple[int, int], parts: int = 1) -> None:
-        fixed = self._machine.tile_us
+    def _tile(
+        self,
+        k: int,
+        need: tuple[int, int],
+        signal: tuple[int, int],
+        parts: int = 1,
+        after_us: float = 0.0,
+    ) -> None:
+        fixed = self._machine.tile_us + after_us
         if need != NO_COUNTER:
             fixed += self._machine.acquire_us
         for _ in range(parts):
@@ -264,6 +273,8 @@ class Builder:
         """Upstream transfers of one gathered tensor, and each (peer, tile row)'s first counter."""
         chunk = self._case.tokens // self._case.world_size
         slices = max(1, self._movers // max(1, self._peers))
+        if self._machine.rules == "saturate":
+            slices = max(1, int(TILE * width * self._case.element_bytes) // UNIT_BYTES)
         first: list[int] = []
         for row in range(rows):
             height = min(TILE, chunk - row * TILE)
@@ -341,8 +352,15 @@ class Builder:
         return remote + own if order == "naive" else own + remote
 
     def _reduce(self) -> None:
-        case = self._case
-        self._flow(self._machine.reduce_gbps, self._limit)
+        case, machine = self._case, self._machine
+        pushed = machine.reduces == "push" and self._peers > 0
+        if pushed:
+            self._flow(machine.push_gbps, self._limit)
+            # Sums of what lies here read every source and write once.
+            self._flow(machine.sum_gbps, machine.hbm_gbps / (1.0 + 1.0 / case.world_size))
+        else:
+            self._flow(machine.reduce_gbps, self._limit)
+        sent: list[tuple[int, tuple[int, int]]] = []
         chunk = case.m // case.world_size
         rows, height = cdiv(chunk, TILE), TILE // self._machine.tile_m
         columns, whole = cdiv(case.n, self._machine.tile_n), cdiv(case.n, TILE)
@@ -357,9 +375,14 @@ class Builder:
             first = len(self._counters)
             blocks = range(len(band) * height)
             self._counters.extend([case.world_size] * (len(blocks) * columns))
-            for block, column in self._scattered(blocks, columns):
+            for owner, block, column in self._scattered(blocks, columns):
                 ready = first + block * columns + column if gate is None else gate
-                self._tile(case.k, NO_COUNTER, (ready, ready + 1))
+                signal, sends = (ready, ready + 1), pushed and owner < self._peers
+                if sends:
+                    sent.append((self._queues[TILES].claims, signal))
+                    signal = NO_COUNTER
+                # Sent, a tile is flagged once its stores are there: the builder waits for them.
+                self._tile(case.k, NO_COUNTER, signal, after_us=machine.flag_us * sends)
             for index, row in enumerate(band):
                 for column in range(whole):
                     left = column * TILE // self._machine.tile_n
@@ -370,25 +393,35 @@ class Builder:
                         self._reduce_unit(min(REDUCE_ROWS, chunk - row * TILE - top), 1, need)
         if gate is not None:
             self._counters[gate] = self._queues[TILES].claims
+        # A builder sends the tile to its owner, and waits for it, before it claims the next.
+        size = machine.tile_m * machine.tile_n * BF16_BYTES
+        for item, signal in sent:
+            self._queues[TILES].add_continuation(item, size, NO_COUNTER, signal, flow=1)
 
-    def _scattered(self, blocks: range, columns: int) -> Iterator[tuple[int, int]]:
-        """(row block, column) of a band's tiles, as often as there are owners, in queue order.
+    def _scattered(self, blocks: range, columns: int) -> Iterator[tuple[int, int, int]]:
+        """(owner, row block, column) of a band's tiles in queue order; the own rank is the last.
 
         Band-major sweeps a band column by column, in each all owners' rows; row-major has owner
         after owner, row block by row block. In the latter the last rank is played.
         """
         owners = range(self._case.world_size)
         if self._case.order == "row_major":
-            return ((b, c) for _ in owners for b in blocks for c in range(columns))
-        return ((b, c) for c in range(columns) for _ in owners for b in blocks)
+            return ((o, b, c) for o in owners for b in blocks for c in range(columns))
+        return ((o, b, c) for c in range(columns) for o in owners for b in blocks)
 
     def _reduce_unit(self, rows: int, columns: int, need: tuple[int, int]) -> None:
         """Transfers of so many rows of so many tiles' width."""
-        queue = DOWNSTREAM if self._case.kernel == "gemm_rs" else UPSTREAM
-        factor = 1.0 + (self._machine.sentinel if queue == DOWNSTREAM else 0.0)
-        size = rows * TILE * BF16_BYTES * self._peers * factor
+        case, machine = self._case, self._machine
+        fused = case.kernel == "gemm_rs"
+        wg_gbps, flow = machine.reduce_gbps, 0
+        size = rows * TILE * BF16_BYTES * self._peers
+        if fused:
+            size *= 1.0 + machine.sentinel
+        if fused and machine.reduces == "push":
+            size, wg_gbps, flow = rows * TILE * BF16_BYTES * case.world_size, machine.sum_gbps, 1
+        queue = self._queues[DOWNSTREAM if fused else UPSTREAM]
         for _ in range(columns if self._peers else 0):
-            self._queues[queue].add(self._unit_bytes(size, self._machine.reduce_gbps), 0, need)
+            queue.add(self._unit_bytes(size, wg_gbps), flow, need)
 
     def _bulk(self) -> None:
         case = self._case
