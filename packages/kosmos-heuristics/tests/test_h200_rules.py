@@ -111,7 +111,8 @@ def test_crews_by_what_decides():
         else:
             assert gather_ms(problem, SATURATING_CREW) < gemm_ms(problem)
             assert gather_ms(problem, plan.num_movers) < 1.1 * gemm_ms(problem)
-        if gather_ms(problem, MIN_CREW) >= gemm_ms(problem):
+        # A gather that is a little longer than the GEMM is as fast with any crew.
+        if gather_ms(problem, MIN_CREW) >= 1.1 * gemm_ms(problem):
             assert plan.num_movers > MIN_CREW
         if shape.n >= 3584:
             assert plan.num_movers == MIN_CREW
