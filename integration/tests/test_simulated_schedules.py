@@ -72,6 +72,10 @@ def simulated_machine(speed: float) -> SimMachine:
         tile_n=BLOCK_N,
         clock_wgs=1,
         saturating_wgs=WGS,
+        # Pulled: a tile is counted where it is built, which tells its place.
+        reduces="pull",
+        tile_us=1.0,
+        unit_us=0.05,
         copy_gbps=speed * h200.copy_gbps,
         reduce_gbps=speed * h200.reduce_gbps,
         link_gbps=speed * h200.link_gbps,
