@@ -115,9 +115,10 @@ def bulk_ag_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             variants = [({"SPLIT_K": split}, 2, 0) for split in (1, 2)]
         for changes, world, trace in variants:
             transport = "pull" if changes.get("TRANSPORT", PUSH) is PULL else "push"
-            config = {**base, **changes, **copy_constants(machine, transport)}
+            unpacks = changes.get("FORMAT") is UNPACKED
+            steps = copy_constants(machine, transport, "mxfp8" if unpacks else "bf16")
+            config = {**base, **changes, **steps}
             rows_of = config.pop("ROWS_OF", 16)
-            unpacks = config["FORMAT"] is UNPACKED
             yield case(
                 bulk_ag_kernel, target, tile, MX_OPERANDS if unpacks else AG_OPERANDS, AG_COUNTS,
                 constexprs(BulkAgConfig, config), changes, world, trace, rows_of,

@@ -49,9 +49,9 @@ def tile_constants(machine: Machine, tile: Any) -> dict[str, Any]:
     }
 
 
-def copy_constants(machine: Machine, transport: str) -> dict[str, Any]:
-    """Constants of a mover's steps."""
-    depth, _ = choose_copy_depth(machine, transport, "bf16")
+def copy_constants(machine: Machine, transport: str, dtype: str = "bf16") -> dict[str, Any]:
+    """Constants of a mover's steps; of MXFP8 that it dequantises."""
+    depth, _ = choose_copy_depth(machine, transport, dtype)
     return {"COPY_ELEMENTS": copy_step_bytes(machine, transport) // 2, "COPY_DEPTH": depth}
 
 

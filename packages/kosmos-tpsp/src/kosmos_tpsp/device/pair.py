@@ -13,7 +13,7 @@ from kosmos_core.device.target import fence_async_proxy
 from kosmos_core.device.trace import WAIT, trace_begin, trace_end
 
 from kosmos_tpsp.device.config import BUILD_ONLY
-from kosmos_tpsp.device.gradient import build_gradient
+from kosmos_tpsp.device.gradient import build_product
 
 
 @triton.jit
@@ -37,17 +37,24 @@ def await_every_row(job, ctx, call, standing, missing, tile, CONFIG):
 
 
 @triton.jit
-def build_second(ops, ctx, call, standing, grid, n, k, builders, CONFIG, GRADIENT):
+def await_nothing(job, ctx, call, standing, missing, tile, CONFIG):
+    """All rows were there before the launch."""
+    return standing, missing
+
+
+@triton.jit
+def build_second(ops, ctx, call, standing, grid, n, k, num_movers, CONFIG, GRADIENT):
     """A builder: tiles of dY^T X, [k, n], once no tile of the first product is left."""
     tokens = grid.chunk_rows * ctx.WORLD
+    missing = ctx.WORLD * grid.tile_rows * CONFIG.SLICES
     if CONFIG.PHASE == BUILD_ONLY:
-        return build_gradient(
-            ops, ctx, call, standing, k, n, tokens, builders, tokens * 0, GRADIENT,
-            QUEUE=SECOND_QUEUE,
+        standing, _ = build_product(
+            ops, ctx, call, standing, 0, grid, k, n, tokens, num_movers, tokens * 0, GRADIENT,
+            await_nothing, SECOND_QUEUE,
         )  # fmt: skip
     else:
-        missing = ctx.WORLD * grid.tile_rows * CONFIG.SLICES
-        return build_gradient(
-            ops, ctx, call, standing, k, n, tokens, builders, tokens * 0, GRADIENT, missing,
+        standing, _ = build_product(
+            ops, ctx, call, standing, missing, grid, k, n, tokens, num_movers, tokens * 0, GRADIENT,
             await_every_row, SECOND_QUEUE,
         )  # fmt: skip
+    return standing

@@ -47,7 +47,7 @@ def ag_gemm_pair_kernel(ops, ctx, m, n, k, num_movers, GRADIENT, call_hash, CONF
             builders = tl.maximum(tl.num_programs(0) - num_movers, 1)
             standing = build(ops, ctx, call, standing, grid, n, k, builders, m * 0, CONFIG)
             standing = build_second(
-                ops, ctx, call, standing, grid, n, k, builders, CONFIG, GRADIENT
+                ops, ctx, call, standing, grid, n, k, num_movers, CONFIG, GRADIENT
             )
     else:
         standing = await_all(ops, ctx, call, standing, grid, k, CONFIG)
