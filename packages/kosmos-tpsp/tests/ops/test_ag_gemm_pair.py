@@ -10,12 +10,12 @@ import torch
 from kosmos_core.errors import KosmosError
 from kosmos_core.executor import ExecutorError, Mutation
 from kosmos_core.testing.schedules import Schedule
-from kosmos_core.worlds import World, cpu_world
+from kosmos_core.worlds import World, cpu_world, gpu_world
 from kosmos_tpsp.device import gather, pair, rows, unpack
 from kosmos_tpsp.kernels.ag_gemm_pair import ag_gemm_pair_kernel
 from kosmos_tpsp.ops import mx
 from kosmos_tpsp.ops.ag_gemm import ag_gemm
-from kosmos_tpsp.ops.ag_gemm_pair import ag_gemm_pair
+from kosmos_tpsp.ops.ag_gemm_pair import AgGemmPairOptions, ag_gemm_pair, prepare_ag_gemm_pair
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 # (rows of a rank, n, k), several of them in one workspace: several tile rows, ragged columns.
@@ -24,20 +24,21 @@ PUSH = {"transport": "push"}
 PULL = {"transport": "pull"}
 
 
-def matrix(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def matrix(*shape: int, seed: int, device: Any = "cpu") -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.bfloat16().to(device)
 
 
 def call(
     rank: int, workspace: TpSpWorkspace, shape: tuple[int, int, int], adds: bool, **choices: Any
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One call: (result, what it must be, float64) of both products."""
-    (chunk, n, k), size = shape, workspace.world.size
-    grads = [matrix(chunk, k, seed=source) for source in range(size)]
-    w = mx.quantized(matrix(k, n, seed=10 + rank), "col")
-    x = mx.quantized(matrix(chunk * size, n, seed=20 + rank), "col")
+    (chunk, n, k), size, device = shape, workspace.world.size, workspace.world.device
+    grads = [matrix(chunk, k, seed=source, device=device) for source in range(size)]
+    w = mx.quantized(matrix(k, n, seed=10 + rank, device=device), "col")
+    x = mx.quantized(matrix(chunk * size, n, seed=20 + rank, device=device), "col")
     copies = [mx.quantized(grads[rank], axis) for axis in ("row", "col")]
-    main_grad = torch.ones(k, n) if adds else None
+    main_grad = torch.ones(k, n, device=device) if adds else None
     # As values and as they are: the same product.
     left = w if rank % 2 else mx.as_operand(w, scaled=False)
     dx, dw = ag_gemm_pair(*copies, left, x, workspace, main_grad=main_grad, **choices)
@@ -102,6 +103,25 @@ def test_many_ranks() -> None:
     run(8, 2, SHAPES[1:2], transport="pull")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["pull", "push"])
+def test_eight_virtual_ranks_on_a_gpu(transport: str) -> None:
+    shapes = ((512, 520, 1056), (96, 256, 2048))
+
+    def host(rank: int, world: World) -> None:
+        workspace = TpSpWorkspace(world, 512 * world.size, 2112, timeout_s=30.0)
+        options = AgGemmPairOptions(transport=transport)
+        for chunk, n, k in shapes:
+            prepare_ag_gemm_pair(workspace, chunk, n, k, options)
+        for shape in shapes * 10:
+            for found, wanted in call(rank, workspace, shape, False, options=options):
+                assert float((found.double() - wanted).norm()) <= 4e-3 * float(wanted.norm())
+        workspace.destroy()
+
+    with gpu_world(8) as world:
+        world.spmd(host, world)
+
+
 def test_declined_empty_and_repeated_calls(on_cpu: Callable[..., list[Any]]) -> None:
     def host(rank: int, world: World) -> None:
         with TpSpWorkspace(world, 64, 66) as workspace:
@@ -113,6 +133,7 @@ def test_declined_empty_and_repeated_calls(on_cpu: Callable[..., list[Any]]) -> 
                 *nothing, matrix(32, 16, seed=0), matrix(0, 16, seed=0), workspace
             )
             assert (tuple(dx.shape), dw.tolist()) == ((0, 16), torch.zeros(32, 16).tolist())
+            prepare_ag_gemm_pair(workspace, *SHAPES[1], AgGemmPairOptions())
             first, again = (call(rank, workspace, SHAPES[1], False) for _ in range(2))
             for (a, _), (b, _) in zip(first, again, strict=True):
                 assert torch.equal(a, b)

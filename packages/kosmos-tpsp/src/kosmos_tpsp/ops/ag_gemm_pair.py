@@ -150,6 +150,15 @@ def ag_gemm_pair(
     return out, None if adds else gradient
 
 
+def prepare_ag_gemm_pair(
+    workspace: TpSpWorkspace, chunk_rows: int, n: int, k: int, options: AgGemmPairOptions
+) -> None:
+    """Collective: compiles and loads what a call of this shape needs, then ends in a barrier."""
+    chunk, m = (chunk_rows, k), chunk_rows * workspace.world.size
+    shapes = (chunk, chunk, (k, n), (m, n))
+    prepared.warm(ag_gemm_pair, shapes, workspace, options, ("row", "col", None, None))
+
+
 def _plan(
     dy: Any,
     dy_columns: Any,
@@ -309,4 +318,4 @@ def _arguments(
     )  # fmt: skip
 
 
-__all__ = ["AgGemmPairOptions", "ag_gemm_pair"]
+__all__ = ["AgGemmPairOptions", "ag_gemm_pair", "prepare_ag_gemm_pair"]
