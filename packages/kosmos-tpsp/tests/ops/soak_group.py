@@ -1,7 +1,8 @@
 """Program for torchrun: many calls on real ranks, every output compared in full and bit by bit.
 
-`torchrun --nproc-per-node=2 soak_group.py CALLS OP` prints one JSON object from rank 0. Calls of
-other ops take turns with some of `ag_gemm`, whose rows land where their rows and sums do.
+`torchrun --nproc-per-node=2 soak_group.py CALLS OP [mxfp8]` prints one JSON object from rank 0.
+Calls of other ops take turns with some of `ag_gemm`, whose rows land where their rows and sums do;
+calls in MXFP8 with some in bf16.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     with group_world() as world:
-        rig = Rig(sequence(int(sys.argv[1]), sys.argv[2]), timeout_s=30.0, keep=256, delay=delay)
+        calls = sequence(int(sys.argv[1]), sys.argv[2])
+        if sys.argv[3:] == ["mxfp8"]:
+            calls = [c.in_mxfp8(world.size) if i % 7 % 3 else c for i, c in enumerate(calls)]
+        rig = Rig(calls, timeout_s=30.0, keep=256, delay=delay)
         run = run_on_devices(world, rig)
         if world.rank == 0:
             repeated = [v.repeated for v in run.verdicts if v.repeated is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,13 @@ class Call:
     def room(self) -> int:
         """Features of the workspace that it takes."""
         return self.driver.room(self.shape, self.dtype)
+
+    def in_mxfp8(self, ranks: int) -> Call:
+        """The call with operands in MXFP8, on whole groups of tokens where they must be."""
+        whole = self.driver.granule("mxfp8") * ranks
+        tokens = -(-self.tokens // whole) * whole
+        m, n, k = self.driver.shape_of(tokens, self.n, self.driver.other_of(self.shape))
+        return replace(self, m=m, n=n, k=k, dtype="mxfp8")
 
     def __str__(self) -> str:
         shape = f"m={self.m} n={self.n} k={self.k}"

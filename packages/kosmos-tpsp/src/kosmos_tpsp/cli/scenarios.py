@@ -238,10 +238,7 @@ def _in_mxfp8(rng: random.Random, call: Call, ranks: int) -> Call:
         scaled = rng.choice((None, None, False, True))
         kept = options.keep_gathered and not scaled
         options = replace(options, block_scaled=scaled, keep_gathered=kept or None)
-    whole = call.driver.granule("mxfp8") * ranks
-    tokens = -(-call.tokens // whole) * whole
-    m, n, k = call.driver.shape_of(tokens, call.n, call.driver.other_of(call.shape))
-    return replace(call, m=m, n=n, k=k, options=options, dtype="mxfp8")
+    return replace(call, options=options).in_mxfp8(ranks)
 
 
 def _scatter_options(rng: random.Random, split_k: int | None) -> GemmRsOptions:
