@@ -27,6 +27,7 @@ from kosmos_tpsp.bench.rivals import RIVALS
 from kosmos_tpsp.bench.session import process_group
 from kosmos_tpsp.cli.entry import run_command
 from kosmos_tpsp.cli.relaunch import gpus_to_use, relaunch, under_torchrun
+from kosmos_tpsp.precision import with_scales
 from rich.table import Table
 
 from integration.training.linears import KosmosLinears, RivalLinears
@@ -112,7 +113,8 @@ def measure(
     """
     sizes = job.preset.sizes
     result = Result(sizes)
-    with TpSpWorkspace(world, sizes.tokens, sizes.hidden) as workspace:
+    hidden = with_scales(sizes.hidden) if mxfp8 else sizes.hidden
+    with TpSpWorkspace(world, sizes.tokens, hidden) as workspace:
         own = KosmosLinears(workspace)
         makers: dict[str, Any] = {name: RivalLinears(own, name, group) for name in RIVALS}
         trainers: dict[str, Trainer] = {}

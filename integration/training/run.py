@@ -14,6 +14,7 @@ import torch
 from kosmos_core.worlds import World
 from kosmos_heuristics import Machine, load_machine
 from kosmos_tpsp import TpSpWorkspace
+from kosmos_tpsp.precision import with_scales
 
 from integration.training import checkpoint
 from integration.training.comparison import Comparison, Witnesses
@@ -128,7 +129,8 @@ def make_trainer(job: Job, backend: str, world: World) -> Iterator[tuple[Trainer
         return
     sizes = job.preset.sizes
     machine = executor_machine() if world.machine == "executor" else None
-    with TpSpWorkspace(world, sizes.tokens, sizes.hidden, machine=machine) as workspace:
+    hidden = sizes.hidden if job.precision == "bf16" else with_scales(sizes.hidden)
+    with TpSpWorkspace(world, sizes.tokens, hidden, machine=machine) as workspace:
         linears = KosmosLinears(workspace, job.precision)
         trainer = Trainer(job, linears, world, torch.bfloat16, world.device)
         yield trainer, workspace.launches

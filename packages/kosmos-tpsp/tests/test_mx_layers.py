@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from kosmos_tpsp import (
 from kosmos_tpsp.cli.layer_check import LAYER_TOLERANCE, LayerCase, layer_errors
 from kosmos_tpsp.cli.mx_layer_check import MxCase, mx_layer_problems
 from kosmos_tpsp.ops import mx_carriers, mx_linear, mx_weights
-from kosmos_tpsp.ops.ag_gemm import ag_gemm
+from kosmos_tpsp.precision import with_scales
 from torch.utils.checkpoint import checkpoint
 
 DERIVE = MXFP8(column_dy="derive")
@@ -145,36 +146,80 @@ def test_the_comparison_catches(
         assert caught in problems(world, case, steps=2)
 
 
-@pytest.mark.parametrize(
-    ("case", "carried"),
-    [
-        (MxCase("column"), [MXTensor]),
-        (MxCase("row"), [MXTensor]),
-        (MxCase("row", recipe=DERIVE), [MXTensor]),
-        (MxCase("column", inputs=72), [torch.Tensor]),
-    ],
-    ids=str,
-)
-def test_what_ag_gemm_carries(
+IN_BF16, IN_MXFP8 = torch.Tensor, MXTensor
+CARRIED: list[tuple[MxCase, dict[str, type]]] = [
+    (MxCase("column"), {"ag_gemm": IN_MXFP8, "bulk_ag": IN_MXFP8}),
+    (MxCase("column", inputs=72), {"ag_gemm": IN_BF16, "bulk_ag": IN_MXFP8}),
+    (MxCase("column", tokens=80), {"ag_gemm": IN_MXFP8, "bulk_ag": IN_BF16}),
+    (MxCase("row"), {"ag_gemm_pair": IN_MXFP8}),
+    (MxCase("row", main_grad=True), {"ag_gemm_pair": IN_MXFP8}),
+    (MxCase("row", recipe=DERIVE), {"ag_gemm": IN_MXFP8}),
+    (MxCase("column", outputs=96), {"ag_gemm": IN_MXFP8, "bulk_ag": IN_BF16}),
+    (MxCase("row", tokens=80), {"ag_gemm": IN_MXFP8}),
+    (MxCase("row", outputs=72), {"ag_gemm": IN_BF16}),
+]
+
+
+@pytest.mark.parametrize(("case", "carried"), CARRIED, ids=str)
+def test_what_the_operations_carry(
     case: MxCase,
-    carried: list[type],
+    carried: dict[str, type],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    seen: list[type] = []
+    seen: list[tuple[str, type]] = []
 
-    def watched(x: Any, *rest: Any, **choices: Any) -> Any:
-        seen.append(type(x))
-        return ag_gemm(x, *rest, **choices)
+    def watched(name: str) -> Callable[..., Any]:
+        op = getattr(mx_carriers, name)
 
-    monkeypatch.setattr(mx_carriers, "ag_gemm", watched)
+        def call(x: Any, *rest: Any, **choices: Any) -> Any:
+            seen.append((name, type(x)))
+            return op(x, *rest, **choices)
+
+        return call
+
+    for name in ("ag_gemm", "bulk_ag", "ag_gemm_pair"):
+        monkeypatch.setattr(mx_carriers, name, watched(name))
     monkeypatch.setattr(mx_carriers, "_LOGGED", set())
     with cpu_world(2) as world, caplog.at_level("WARNING"):
         for _ in range(2):
             assert problems(world, case) == {}
-    assert seen == carried * 4
-    told = [r.message for r in caplog.records if r.message.startswith("ag_gemm carries values")]
-    assert len(told) == (carried == [torch.Tensor])
+    assert Counter(seen) == dict.fromkeys(carried.items(), 4)
+    told = [r.message.split()[0] for r in caplog.records if "carries values" in r.message]
+    assert told == [name for name, kind in carried.items() if kind is IN_BF16]
+
+
+def test_a_workspace_without_room_for_scales_serves_all_the_same(
+    on_cpu: Callable[..., list[Any]],
+) -> None:
+    def host(rank: int, world: World) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for features in (128, with_scales(128)):
+            workspace = TpSpWorkspace(world, 128, features)
+            options = (("workspace", workspace), ("group", None), ("max_tokens", None))
+            found |= mx_layer_problems(MxCase("row", options=options), world)
+            pairs = workspace.launches["ag_gemm_pair"]
+            assert pairs == (features > 128)
+            workspace.destroy()
+        return found
+
+    assert on_cpu(2, host) == [{}, {}]
+
+
+@pytest.mark.parametrize("column_dy", ["gather", "derive"])
+def test_a_fused_op_is_one_launch(column_dy: str, on_cpu: Callable[..., list[Any]]) -> None:
+    def host(rank: int, world: World) -> dict[str, int]:
+        recipe = MXFP8(column_dy=column_dy)
+        mlp = ParallelMLP(64, 64, group=world, max_tokens=64, precision=recipe, seed=1)
+        y = mlp(torch.randn(32, 64).bfloat16().requires_grad_())
+        forward = dict(mlp.down.call.workspace.get().launches)
+        assert forward == {"ag_gemm": 1, "gemm_rs": 1}
+        y.backward(torch.randn_like(y))
+        return dict(mlp.down.call.workspace.get().launches)
+
+    row = {"ag_gemm": 1, "ag_gemm_pair": 1} if column_dy == "gather" else {"ag_gemm": 2}
+    step = {**row, "gemm_rs": 1, "bulk_ag": 1, "bulk_rs": 1}
+    assert on_cpu(2, host) == [step, step]
 
 
 def test_the_two_copies_of_dy_are_not_the_same() -> None:

@@ -15,7 +15,7 @@ from kosmos_tpsp.linear_autograd import Kernel, differentiable
 from kosmos_tpsp.ops import linear_custom as custom
 from kosmos_tpsp.ops.linear import LinearOptions, refuse
 from kosmos_tpsp.ops.registry import AnyWorkspace, call_handle, resolve
-from kosmos_tpsp.precision import MXFP8, precision_of
+from kosmos_tpsp.precision import MXFP8, precision_of, with_scales
 from kosmos_tpsp.sharing import world_of
 
 
@@ -214,4 +214,5 @@ __all__ = [
     "column_parallel_linear",
     "reduce_replicated_grads",
     "row_parallel_linear",
+    "with_scales",
 ]

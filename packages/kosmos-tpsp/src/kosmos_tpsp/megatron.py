@@ -20,6 +20,7 @@ import torch
 from kosmos_core.errors import ArgumentError
 
 from kosmos_tpsp.functions import MXFP8, LinearCall, column_parallel_linear, row_parallel_linear
+from kosmos_tpsp.precision import with_scales
 from kosmos_tpsp.sharing import shared_workspace, world_of
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -109,7 +110,7 @@ def _call(
             "config.defer_embedding_wgrad_compute: got True, wanted False; keep Megatron-core's "
             "class for the output layer"
         )
-    room = shared_workspace(world, max_tokens, width)
+    room = shared_workspace(world, max_tokens, width if precision == "bf16" else with_scales(width))
     return LinearCall(room, cap=cap, precision=precision)
 
 

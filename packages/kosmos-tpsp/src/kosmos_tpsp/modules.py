@@ -21,6 +21,7 @@ from kosmos_tpsp.functions import (
     LinearCall,
     column_parallel_linear,
     row_parallel_linear,
+    with_scales,
 )
 from kosmos_tpsp.sharing import SharedWorkspace, shared_workspace, world_of
 from kosmos_tpsp.workspaces import TpSpWorkspace
@@ -102,7 +103,10 @@ class ParallelLinear(nn.Module):
             self.splits = (out_features,)
             sharding.check_divides("in_features", in_features, world.size)
         # The rows that cross ranks are as wide as the dimension that is not sharded.
-        room = _room(workspace, world, group, max_tokens, shape[1 - self.sharded_dim])
+        width = shape[1 - self.sharded_dim]
+        if workspace is None and precision != "bf16":
+            width = with_scales(width)
+        room = _room(workspace, world, group, max_tokens, width)
         self.call = LinearCall(room, cap=cap, main_grad=main_grad, force=force, precision=precision)
         self.in_features, self.out_features = in_features, out_features
         self.init = init or sharding.linear_init(in_features)

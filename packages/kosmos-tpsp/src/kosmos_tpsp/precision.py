@@ -59,4 +59,12 @@ def precision_of(value: str | MXFP8) -> MXFP8 | None:
     return recipe
 
 
-__all__ = ["MXFP8", "precision_of"]
+def with_scales(features: int) -> int:
+    """Features of a workspace whose `ag_gemm_pair`s gather copies of so many, and their scales.
+
+    A scale is a byte for every 32 elements, and rows start at multiples of 16 bytes.
+    """
+    return features + -(-features // 256) * 8
+
+
+__all__ = ["MXFP8", "precision_of", "with_scales"]

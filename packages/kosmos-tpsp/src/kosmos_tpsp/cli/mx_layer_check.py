@@ -50,7 +50,7 @@ class MxCase:
     kind: str
     tokens: int = 128
     inputs: int = 64
-    outputs: int = 96
+    outputs: int = 128
     recipe: MXFP8 = field(default_factory=MXFP8)
     main_grad: bool = False
     frozen: str = ""

@@ -16,6 +16,7 @@ from kosmos_core.main_grad import stand_in
 from kosmos_tpsp import reference
 from kosmos_tpsp.ops import mx, prepared, validate
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.ag_gemm_pair import AgGemmPairOptions
 from kosmos_tpsp.ops.bulk_column import BulkColumnOptions, bulk_column
 from kosmos_tpsp.ops.gemm_rs import GemmRsOptions, gemm_rs
 from kosmos_tpsp.precision import MXFP8
@@ -54,6 +55,11 @@ class LinearOptions:
     def gather_back(self) -> AgGemmOptions:
         """Choices of the row layer's backward, whose gathered dY the weight gradient needs."""
         return AgGemmOptions(layout="nn", keep_gathered=True, **self._shared)
+
+    @cached_property
+    def pair(self) -> AgGemmPairOptions:
+        """Choices of the row layer's backward in MXFP8."""
+        return AgGemmPairOptions(**self._shared)
 
     @cached_property
     def gather_only(self) -> AgGemmOptions:

@@ -17,13 +17,14 @@ from kosmos_mx.formats import GROUP
 
 from kosmos_tpsp.ops import linear
 from kosmos_tpsp.ops.ag_gemm import AgGemmOptions, ag_gemm
+from kosmos_tpsp.ops.ag_gemm_pair import AgGemmPairOptions, ag_gemm_pair
 from kosmos_tpsp.ops.bulk_ag import BulkAgOptions, bulk_ag
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
 LOG = logging.getLogger("kosmos_tpsp")
 _LOGGED: set[tuple[str, str]] = set()
-UNPADDED = f"its rows are no multiple of {GROUP} elements"
-NOT_FUSED = "its kernel does not take MXFP8"
+UNPADDED = f"rows of no multiple of {GROUP} elements"
+STRADDLING = f"a rank's rows or features are no multiple of {GROUP}"
 
 
 def gather_and_multiply(
@@ -61,8 +62,39 @@ def gather_beside(
         workspace: of the group.
         options: of the call.
     """
-    _carried_in_bf16("bulk_ag", NOT_FUSED, workspace)
-    return bulk_ag(x.dequantize(), dy, w, workspace, options=options)
+    if x.shape[0] % GROUP or dy.shape[1] % GROUP:
+        _carried_in_bf16("bulk_ag", STRADDLING, workspace)
+        return bulk_ag(x.dequantize(), dy, w, workspace, options=options)
+    return bulk_ag(x, dy, w, workspace, options=options)
+
+
+def gather_pair(
+    dy: MXTensor,
+    dy_columns: MXTensor,
+    w: torch.Tensor,
+    x: torch.Tensor,
+    workspace: TpSpWorkspace,
+    main_grad: torch.Tensor | None,
+    options: AgGemmPairOptions,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """`ag_gemm_pair`: (dx [m, n], dw [k, n], or None where it went into main_grad).
+
+    None where its kernel cannot be: rows or features of no whole groups, or a workspace without
+    room for scales. Then the copies have to be gathered one after the other.
+
+    Args:
+        dy: [m / world size, k], row-wise.
+        dy_columns: the same, column-wise.
+        w: [k, n].
+        x: [m, n].
+        workspace: of the group.
+        main_grad: [k, n] float32 to add the weight gradient to, or None.
+        options: of the call.
+    """
+    rows, k = dy.shape
+    if rows % GROUP or k % GROUP or workspace.max_features < k + k // GROUP:
+        return None
+    return ag_gemm_pair(dy, dy_columns, w, x, workspace, main_grad=main_grad, options=options)
 
 
 def gather(x: MXTensor, workspace: TpSpWorkspace) -> torch.Tensor:
@@ -90,4 +122,4 @@ def _carried_in_bf16(op: str, why: str, workspace: TpSpWorkspace) -> None:
         LOG.warning("%s carries values of MXFP8 operands in BF16: %s", op, why)
 
 
-__all__ = ["gather", "gather_and_multiply", "gather_beside"]
+__all__ = ["gather", "gather_and_multiply", "gather_beside", "gather_pair"]

@@ -144,8 +144,8 @@ def row_backward(
         (dx [m, n], dw [k, n]), None for what is not wanted; a dw that went into main_grad is a
         stand-in of zeros.
 
-    Communication: gathers dy row-wise for dx, column-wise for dw, as they are wanted; once where
-    the weight gradient takes the row-wise copy (`MXFP8.column_dy`).
+    Communication: gathers dy row-wise for dx, column-wise for dw, as they are wanted, both in one
+    `ag_gemm_pair`; once where the weight gradient takes the row-wise copy (`MXFP8.column_dy`).
     """
     needs_dx, needs_dw = needs
     derive = _recipe(options).column_dy == "derive"
@@ -154,17 +154,26 @@ def row_backward(
     # What it refuses it refuses before a peer can wait for this rank.
     main_grad = main_grad_of(w, workspace, options) if needs_dw else None
     dy_rows, dy_columns = _quantised("row_linear", "dy", dy, w, workspace, options, wanted, rows)
-    gathered, dx = None, None
+    x, weight = w, w
+    if needs_dw:
+        x = _restored(kept, rows * size, (rows,) * size).dequantize()
     if needs_dx:
         weight = _weight(w, workspace, options, COLUMNS)
+    if all(wanted):
+        both = mx_carriers.gather_pair(
+            dy_rows, dy_columns, weight, x, workspace, main_grad, options.pair
+        )
+        if both is not None:
+            return both[0], stand_in(w) if both[1] is None else both[1]
+    gathered, dx = None, None
+    if needs_dx:
         chosen = options.gather_back if needs_dw and derive else options.gather_only
         dx, gathered = mx_carriers.gather_and_multiply(dy_rows, weight, workspace, chosen)
     if not needs_dw:
         return dx, None
-    x = _restored(kept, rows * size, (rows,) * size)
     if gathered is None:
         gathered = mx_carriers.gather(dy_rows if derive else dy_columns, workspace)
-    return dx, weight_grad(gathered, x.dequantize(), w, main_grad)
+    return dx, weight_grad(gathered, x, w, main_grad)
 
 
 def kept_shapes(rows: Any, features: Any, chunks: int, keep: bool) -> tuple[Any, Any]:
