@@ -27,7 +27,7 @@ from kosmos_mx.kernels.quantize import (
     quantize_kernel,
 )
 from kosmos_mx.ops.gemm import GROUP_M, tile_of
-from kosmos_mx.ops.launching import BLOCK_COLS, NUM_WARPS, STEPS, WIDTH, constants
+from kosmos_mx.ops.launching import BLOCK_COLS, NUM_WARPS, QUANTIZE_TILE, constants
 
 TARGETS = {"sm_90": NVIDIA, "gfx950": AMD}
 # Those whose matrix units take scales.
@@ -87,14 +87,15 @@ def _quantize_cases(target: str) -> Iterator[CompileCase]:
 def _quantize_case(
     target: str, words: str, source: str, changes: dict[str, Any], aligned: bool = True
 ) -> CompileCase:
+    block, num_warps, steps, width = QUANTIZE_TILE
     config = {
         "FORMAT": 0,
         "SCALING": 0,
         "SWIGLU": 0,
         "SEGMENTS": 0,
-        "BLOCK_COLS": BLOCK_COLS,
-        "STEPS": STEPS,
-        "WIDTH": WIDTH,
+        "BLOCK_COLS": block,
+        "STEPS": steps,
+        "WIDTH": width,
         "TARGET": TARGETS[target].value,
         **changes,
     }
@@ -112,10 +113,10 @@ def _quantize_case(
             *(f"copies.{f}" for f in COPIES_ALIGNED),
         ),
         target=target,
-        options={"num_warps": NUM_WARPS, "num_stages": 1},
+        options={"num_warps": num_warps, "num_stages": 1},
         expect=Expectations(
             keeps_subnormals=True,
-            wide_load=1 if aligned and config["BLOCK_COLS"] == BLOCK_COLS else 0,
+            wide_load=1 if aligned and config["BLOCK_COLS"] == block else 0,
         ),
     )
 

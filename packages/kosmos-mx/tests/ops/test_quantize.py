@@ -226,7 +226,7 @@ def test_swiglu_in_steps_changes_no_bit(on_executor, monkeypatch):
     wanted = on_executor(lambda: swiglu_quantize(gate_up))
     # Its name in the package is the function's.
     module = importlib.import_module("kosmos_mx.ops.quantize")
-    monkeypatch.setattr(module, "STEPS", 4)
+    monkeypatch.setattr(module, "EXECUTOR_TILE", (256, 4, 4, 8))
     monkeypatch.setattr(module, "MANY_WGS", 1)
     for copy, plain in zip(on_executor(lambda: swiglu_quantize(gate_up)), wanted, strict=True):
         assert copy.equal(plain)

@@ -29,10 +29,8 @@ from kosmos_mx.kernels.quantize import (
     quantize_kernel,
 )
 from kosmos_mx.ops.launching import (
-    BLOCK_COLS,
-    NUM_WARPS,
-    STEPS,
-    WIDTH,
+    EXECUTOR_TILE,
+    QUANTIZE_TILE,
     as_bytes,
     constants,
     launch,
@@ -275,7 +273,8 @@ def _launch(x: torch.Tensor, up: torch.Tensor | None, wanted: _Wanted) -> list[t
     columns = NO_COLUMNS
     if wanted.columns:
         columns = TRANSPOSED if wanted.transposed else AS_SOURCE
-    block, num_warps, steps, width = wanted.tile or (BLOCK_COLS, NUM_WARPS, STEPS, WIDTH)
+    default = QUANTIZE_TILE if x.is_cuda else EXECUTOR_TILE
+    block, num_warps, steps, width = wanted.tile or default
     while block > SMALLEST_BLOCK_COLS and block // 2 >= padded(cols):
         block //= 2
     blocks = -(-padded(cols) // block)
