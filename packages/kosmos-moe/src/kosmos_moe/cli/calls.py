@@ -23,7 +23,8 @@ from kosmos_moe.router import RouterOptions
 TOLERANCE = 4e-3
 # Of whole gradients. Each is rounded to bf16 up to three times on its way.
 GRADIENT_TOLERANCE = 1e-2
-# Of the router's: differences between a token's dw, each of which is known to about 4e-3.
+# Of the router's: differences between a token's dw, each of which is known to about 4e-3, so that
+# what those errors make of them counts besides (`Operands._router_noise`).
 ROUTER_TOLERANCE = 5e-2
 WEIGHT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-4
@@ -235,10 +236,34 @@ class Operands:
         for name, own, other in _pairs(found, wanted):
             scale = float(other.double().norm())
             off = float((own.double() - other.double()).norm())
-            bound = ROUTER_TOLERANCE if name == "router" else GRADIENT_TOLERANCE
-            if not off <= bound * scale + 1e-6 * other.numel() ** 0.5:
+            bound = GRADIENT_TOLERANCE * scale + 1e-6 * other.numel() ** 0.5
+            if name == "router":
+                bound += ROUTER_TOLERANCE * scale + self._router_noise(call, rank, saved)
+            if not off <= bound:
                 return f"gradient of {name} differs by {off / max(scale, 1e-30):.3g}"
         return ""
+
+    def _rows(
+        self, call: Call, ids: torch.Tensor, x: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(tokens, which of their choices, [tokens, hidden] results) of every expert chosen."""
+        for expert in sorted(set(ids.flatten().tolist()) - {-1}):
+            token, choice = (ids == expert).nonzero().unbind(1)
+            weights = [w.double() for w in self.expert(call, int(expert))]
+            yield token, choice, reference.run_expert(x[token], *weights)
+
+    def _router_noise(self, call: Call, rank: int, saved: MoeSaved) -> float:
+        """Norm of what errors of dw, `TOLERANCE` of its usual size, make of the router's gradient.
+
+        The dw of a token may nearly cancel: then their errors do not.
+        """
+        x, dy = saved.inputs.x.double(), self.dy(call, rank).double()
+        size = x.new_zeros(len(x))
+        if saved.fused:
+            for token, _, rows in self._rows(call, saved.tensors["ids_ptr"], x):
+                size[token] = torch.maximum(size[token], rows.norm(dim=1))
+        size = size * x.norm(dim=1) * dy.norm(dim=1) * call.hidden**-0.5
+        return 2 * TOLERANCE * call.router.scaling * float(size.norm())
 
     def _wanted(
         self, call: Call, given: Inputs, found: MoeResult
@@ -250,10 +275,7 @@ class Operands:
         ids = found.ids
         if given.padding is not None:
             ids = torch.where(given.padding[:, None], -1, ids)
-        for expert in sorted(set(ids.flatten().tolist()) - {-1}):
-            token, choice = (ids == expert).nonzero().unbind(1)
-            weights = [w.double() for w in self.expert(call, int(expert))]
-            rows = reference.run_expert(x[token], *weights)
+        for token, choice, rows in self._rows(call, ids, x):
             rows = rows * found.weights[token, choice, None].double()
             y.index_add_(0, token, rows)
             size.index_add_(0, token, rows.norm(dim=1))
