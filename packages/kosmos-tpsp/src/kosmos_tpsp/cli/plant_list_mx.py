@@ -87,9 +87,9 @@ MX_PLANTS = [
         "a slice is counted as ready before it is dequantised",
         (
             unpack.unpack_slice,
-            "        unpack_elements(",
+            "        unpack_elements(\n            rows_at(source",
             '        flag_arrive(ready_word(ctx, call, src_rank, tile_row), "gpu", ctx.TARGET)\n'
-            "        unpack_elements(",
+            "        unpack_elements(\n            rows_at(source",
         ),
     ),
     _plant(

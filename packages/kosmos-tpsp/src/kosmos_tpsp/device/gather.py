@@ -170,14 +170,15 @@ def transport(ops, ctx, call, standing, grid, k, peer, tile_row, part, CONFIG):
     if CONFIG.TRANSPORT == PUSH:
         if standing.ok != 0:
             landing = region_rows(ctx, GATHER, peer, chunk * ctx.WORLD, CONFIG)
-            place = rows_at(landing, call.rank * chunk + offset, CONFIG)
+            slot = call.rank * chunk + offset
+            place = rows_at(landing, slot, CONFIG)
             sent = sent_rows(ops, chunk, offset, peer, CONFIG)
             copy_elements(sent, place, rows * k, CONFIG, ctx.TARGET)
             if CONFIG.FORMAT == UNPACKED and CONFIG.COPIES == BOTH:
                 columns = columns_after(landing, chunk * ctx.WORLD)
-                place = rows_at(columns, call.rank * chunk + offset, CONFIG)
-                sent = rows_at(own_columns(ops), offset, CONFIG)
-                copy_elements(sent, place, rows * k, CONFIG, ctx.TARGET)
+                others = rows_at(own_columns(ops), offset, CONFIG)
+                beside = rows_at(columns, slot, CONFIG)
+                copy_elements(others, beside, rows * k, CONFIG, ctx.TARGET)
     else:
         place = gathered_rows(ops, chunk * ctx.WORLD, peer * chunk + offset, CONFIG)
         if standing.ok != 0:
