@@ -17,7 +17,7 @@ from kosmos_tpsp.cli.calls import Call, Operands, compare_all, known, lasting, o
 from kosmos_tpsp.cli.rig import Rig, Run
 
 # A bound counted in microseconds and not in milliseconds: the executor's clock moves by one a step.
-SHORT_EDIT = (barrier.call_enter, "to(tl.int64) * 1000000", "to(tl.int64) * 1000")
+SHORT_EDIT = (barrier.call_again, "to(tl.int64) * 1000000", "to(tl.int64) * 1000")
 BOUNDS_US = (5, 20, 50, 150)
 
 
