@@ -57,11 +57,11 @@ ALLOWED: dict[str, Any] = {
     "reason": "tokens and features ragged at once, and the tile split or added to main_grad: masks "
     "of both factors and what the sum is added to take more registers than there are",
 }
-# What a split tile may spill on AMD where a mover builds.
-ALLOWED_TWO_WAY: dict[str, Any] = {
+# What a split tile may spill on AMD.
+ALLOWED_SPLIT: dict[str, Any] = {
     "allow_spills": 48,
-    "reason": "an ablation that no plan chooses: split in two a tile takes all registers already, "
-    "and what a two-way mover carries from tile to tile stands beside it",
+    "reason": "split, a tile takes all registers already: what finds its partial sums, and what a "
+    "two-way mover carries from tile to tile, stands beside it",
 }
 
 
@@ -222,8 +222,7 @@ def _expected_rs(target: str, config: dict[str, Any], world: int) -> Expectation
     sends = world > 1 and reduces and config["TRANSPORT"] is PUSH
     ragged = not (config["EVEN_K"] or config["EVEN_M"])
     cornered = ragged and (config["SPLIT_K"] > 1 or config["MAIN_GRAD"])
-    alternates = config["POLICY"] is TWO_WAY and config["SPLIT_K"] > 1
-    allowed = ALLOWED if cornered else ALLOWED_TWO_WAY if alternates else {}
+    allowed = ALLOWED if cornered else ALLOWED_SPLIT if config["SPLIT_K"] > 1 else {}
     return Expectations(
         release_sys=1 + sends if world > 1 else 0,
         release_gpu=1,

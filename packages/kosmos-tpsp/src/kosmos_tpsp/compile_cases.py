@@ -50,6 +50,11 @@ from kosmos_tpsp.ops.mx import has_mx
 TARGETS = {"sm_90": "h200", "gfx950": "mi350x"}
 AG_OPERANDS = Operands._make(["*bf16"] * 7 + ["*fp32"])
 RS_OPERANDS = ScatterOperands._make(["*bf16"] * 4 + ["*fp32"])
+# Of a pulled, traced call on sm_90.
+TRACED_SPILL: dict[str, Any] = {
+    "allow_spills": 16,
+    "reason": "a tracer's clock and place beside 255 registers of polls; compiled away when off",
+}
 AG_COUNTS = ("m", "n", "k", "num_movers", "split_tiles", "call_hash")
 RS_COUNTS = ("m", "n", "k", "num_movers", "max_movers", "split_tiles", "call_hash")
 
@@ -203,6 +208,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
             sends = builds and world > 1 and not pulls
             polls = pulls and config["PHASE"] is not BUILD_ONLY
             only_sums = not builds and not pulls and target == "sm_90"
+            traced = trace > 0 and pulls and target == "sm_90"
             yield case(
                 gemm_rs_kernel, target, tile, RS_OPERANDS, RS_COUNTS,
                 constexprs(GemmRsConfig, config), changes, world, trace, rows_of,
@@ -211,7 +217,7 @@ def _gemm_rs_cases(target: str, machine_name: str) -> Iterator[CompileCase]:
                     release_gpu=1,
                     acquire_sys=1 + sends if world > 1 else 0,
                     volatile_load=config["SOURCE_UNROLL"] if polls else 0,
-                    **(STAGED_SPILL if only_sums else {}),
+                    **(STAGED_SPILL if only_sums else TRACED_SPILL if traced else {}),
                     mma=1 if builds else 0,
                     tma_load=1 if builds and target == "sm_90" else 0,
                     tma_store=1 if builds and target == "sm_90" else 0,
