@@ -179,7 +179,7 @@ def test_what_the_operations_carry(
     for name in ("ag_gemm", "bulk_ag", "ag_gemm_pair"):
         monkeypatch.setattr(mx_carriers, name, watched(name))
     monkeypatch.setattr(mx_carriers, "_LOGGED", set())
-    with cpu_world(2) as world, caplog.at_level("WARNING"):
+    with cpu_world(2) as world, caplog.at_level("WARNING", logger="kosmos_tpsp"):
         for _ in range(2):
             assert problems(world, case) == {}
     assert Counter(seen) == dict.fromkeys(carried.items(), 4)
