@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kosmos_core.kernels.measure import Routes
 from kosmos_core.measure.budget import DEPTHS, GROUP_M, Budget, SumVariant
 from kosmos_core.measure.copies import CHECK_WGS, POISON, CopyBench, Way, pattern, ways
 from kosmos_core.measure.gemm import GemmBench
-from kosmos_core.measure.timing import Timer, agree, figures
+from kosmos_core.measure.timing import Timer, agree, by_crew, figures
 from kosmos_core.worlds.base import World
 
 # Words of a queue, so that each has a line of its own.
@@ -307,10 +308,9 @@ def measure_beside(
         for variant in budget.sum_variants:
             tick(f"{kind}: checking {variant}")
             added.check(kind, variant)
-            gbps = {}
-            for wgs in budget.counts(budget.movers, world.num_wgs):
-                tick(f"{kind}: {variant}, {wgs} WGs")
-                gbps[str(wgs)] = figures(added.gbps(timer, kind, variant, wgs))
+            counts = budget.counts(budget.movers, world.num_wgs)
+            rate = partial(added.gbps, timer, kind, variant)
+            gbps = by_crew(f"{kind}: {variant}", counts, rate, tick)
             curves.append(
                 {
                     "direction": kind.direction,

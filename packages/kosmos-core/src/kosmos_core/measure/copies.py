@@ -13,7 +13,7 @@ import torch
 from kosmos_core.device.layout import MAX_RANKS
 from kosmos_core.kernels.measure import Routes, copy_kernel
 from kosmos_core.measure.budget import PLAN_WARPS, Budget, CopyVariant
-from kosmos_core.measure.timing import Timer, agree, figures
+from kosmos_core.measure.timing import Timer, agree, by_crew, figures
 from kosmos_core.worlds.base import World
 
 POISON = -1
@@ -234,10 +234,9 @@ def measure_copies(
         for variant in budget.variants:
             tick(f"{way}: checking {variant}")
             bench.check(way, variant)
-            gbps = {}
-            for wgs in budget.counts(budget.movers, world.num_wgs):
-                tick(f"{way}: {variant}, {wgs} WGs")
-                gbps[str(wgs)] = figures(bench.gbps(timer, way, variant, wgs))
+            counts = budget.counts(budget.movers, world.num_wgs)
+            rate = partial(bench.gbps, timer, way, variant)
+            gbps = by_crew(f"{way}: {variant}", counts, rate, tick)
             curves.append(
                 {
                     "direction": way.direction,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -102,6 +102,17 @@ def new_event() -> torch.cuda.Event:
 def figures(value: float) -> float:
     """A rate or a time to five figures, which is more than its noise."""
     return float(f"{value:.5g}")
+
+
+def by_crew(
+    what: str, counts: Iterable[int], rate: Callable[[int], float], tick: Callable[[str], None]
+) -> dict[str, float]:
+    """A curve: the rate of each number of workgroups, by that number as JSON has it."""
+    curve = {}
+    for wgs in counts:
+        tick(f"{what}, {wgs} WGs")
+        curve[str(wgs)] = figures(rate(wgs))
+    return curve
 
 
 def slowest(world: World, times: list[float]) -> list[float]:

@@ -19,6 +19,7 @@ from kosmos_tpsp.kernels.ag_gemm_pair import ag_gemm_pair_kernel
 from kosmos_tpsp.ops import mx, prepared, validate
 from kosmos_tpsp.ops.ag_gemm import ORDERS
 from kosmos_tpsp.ops.mx import Operand
+from kosmos_tpsp.ops.outputs import put_gradient, take_outputs
 from kosmos_tpsp.ops.prepared import LAYOUTS, POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -107,23 +108,7 @@ def ag_gemm_pair(
         adds = main_grad is not None
         call = prepared.prepare(_plan, given, workspace, options, adds)
         m, n, k = call.problem.m, call.problem.n, call.problem.k
-        if adds and dw is not None:
-            raise validate.reject(
-                validate.ARGUMENT, "dw: got together with main_grad, wanted one or the other"
-            )
-        for name, t, shape, dtype in (
-            ("out", out, (m, n), torch.bfloat16),
-            ("dw", dw, (k, n), torch.bfloat16),
-            ("main_grad", main_grad, (k, n), torch.float32),
-        ):
-            if t is not None:
-                validate.check_out(name, t, shape, workspace, given, dtype)
-                given[name] = t
-        if out is None:
-            out = torch.empty((m, n), dtype=torch.bfloat16, device=x.device)
-        gradient = main_grad if adds else dw
-        if gradient is None:
-            gradient = torch.empty((k, n), dtype=torch.bfloat16, device=x.device)
+        out, gradient = take_outputs(out, (m, n), dw, main_grad, (k, n), workspace, given)
         if call.decline is None:
             inputs = (*mx.as_stored(dy), *mx.as_stored(dy_columns), validate.dense(w))
             right = validate.dense(x)
@@ -137,10 +122,7 @@ def ag_gemm_pair(
         with torch.no_grad():
             product, made = reference.ag_gemm_pair(dy, dy_columns, w, x, workspace.world)
             out.copy_(product)
-            if adds:
-                gradient.add_(made)
-            else:
-                gradient.copy_(made)
+            put_gradient(made, gradient, adds)
     else:
         launches = [
             _arguments((*inputs, out), (right, gradient), workspace, call, configs, options.traced)

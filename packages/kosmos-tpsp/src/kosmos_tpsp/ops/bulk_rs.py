@@ -20,6 +20,7 @@ from kosmos_tpsp.kernels.bulk_rs import bulk_rs_kernel
 from kosmos_tpsp.ops import mx, prepared, validate
 from kosmos_tpsp.ops.gemm_rs import REDUCED_OF_ALL, REDUCED_OF_EACH
 from kosmos_tpsp.ops.mx import Operand
+from kosmos_tpsp.ops.outputs import put_gradient, take_outputs
 from kosmos_tpsp.ops.prepared import POLICIES, Prepared
 from kosmos_tpsp.workspaces import TpSpWorkspace
 
@@ -107,25 +108,10 @@ def bulk_rs(
         dy, x = mx.values("dy", dy, "col"), mx.values("x", x, "col")
         adds = main_grad is not None
         call = _prepare(prepared.prepare, dx, dy, x, workspace, options, adds)
-        problem, device = call.problem, x.device
+        problem = call.problem
         rows, m, n = problem.k // workspace.world.size, problem.m, problem.n
-        given = {"out": out, "main_grad" if adds else "dw": main_grad if adds else dw}
-        if adds and dw is not None:
-            raise validate.reject(
-                validate.ARGUMENT, "dw: got together with main_grad, wanted one or the other"
-            )
-        others = {"dx": dx, "dy": dy, "x": x}
-        for name, t in given.items():
-            if t is not None:
-                shape = (rows, n) if name == "out" else (m, n)
-                dtype = torch.float32 if name == "main_grad" else torch.bfloat16
-                validate.check_out(name, t, shape, workspace, others, dtype)
-                others[name] = t
-        if out is None:
-            out = torch.empty((rows, n), dtype=torch.bfloat16, device=device)
-        gradient = main_grad if adds else dw
-        if gradient is None:
-            gradient = torch.empty((m, n), dtype=torch.bfloat16, device=device)
+        given = {"dx": dx, "dy": dy, "x": x}
+        out, gradient = take_outputs(out, (rows, n), dw, main_grad, (m, n), workspace, given)
         if call.decline is None:
             dx, dy, x = validate.dense(dx), validate.dense(dy), validate.dense(x)
     if rows == 0:
@@ -138,10 +124,7 @@ def bulk_rs(
         with torch.no_grad():
             summed, product = reference.bulk_rs(dx, dy, x, workspace.world)
             out.copy_(summed)
-            if adds:
-                gradient.add_(product)
-            else:
-                gradient.copy_(product)
+            put_gradient(product, gradient, adds)
     else:
         launches = [
             _arguments(dx, dy, x, out, gradient, workspace, call, config, options.traced)
