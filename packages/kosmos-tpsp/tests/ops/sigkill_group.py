@@ -26,12 +26,13 @@ TOKENS, N, OTHER = 1024, 256, 264
 
 def main() -> None:
     rank, size, victim = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
-    store, op, when = sys.argv[3], sys.argv[5], sys.argv[6]
+    store = dist.FileStore(sys.argv[3], size)  # type: ignore[attr-defined]
+    op, when = sys.argv[5], sys.argv[6]
     on_gpus = torch.cuda.device_count() >= size
     if on_gpus:
         torch.cuda.set_device(rank)
     backend = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     world, driver = group_world(), DRIVERS[op]
     workspace = TpSpWorkspace(world, TOKENS * size, 264, timeout_s=TIMEOUT_S)
     options = driver.options(force=True)
@@ -48,7 +49,10 @@ def main() -> None:
     for _ in range(3):
         call()
     world.barrier()
+    # One rank may leave a barrier in which another still waits to hear from it.
+    store.set(f"left the barrier {rank}", "")
     if rank == victim:
+        store.wait([f"left the barrier {other}" for other in range(size)])
         if when == "during":
             driver.op(*given, workspace, options=options)
         os.kill(os.getpid(), signal.SIGKILL)
